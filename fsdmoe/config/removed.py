@@ -30,6 +30,10 @@ REMOVED = {
         "none", 'is memory.recompute now, a list of parts; write memory.recompute = ["{value}"]'
     ),
     "train.compile": Removed("false", _no_longer_there("fused kernels are faster")),
+    "data.chat_format": Removed(
+        "<|im_start|>{role}\n{content}<|im_end|>\n",
+        "is data.chat_template now, a Jinja file; delete the line to use the tokenizer's own template",
+    ),
     "tensor_parallel.overlap": Removed("none", _no_longer_there("one collective is faster than a ring")),
     "precision.delayed_scales": Removed("false", _no_longer_there("they did not make a step faster")),
     "fsdp.across_nodes": Removed("flat", _no_longer_there("one collective is as fast as two stages")),

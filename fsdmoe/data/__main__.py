@@ -12,14 +12,19 @@ import sys
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from fsdmoe.config import Config
 from fsdmoe.config.build import compose
 from fsdmoe.config.command_line import split_arguments
 from fsdmoe.config.toml import read_toml
 from fsdmoe.config.warnings import warnings_of
 from fsdmoe.data.batch import Batch
-from fsdmoe.data.config import DataConfig
+from fsdmoe.data.config import DataConfig, keyed_sources
+from fsdmoe.data.packing import pack_rows
 from fsdmoe.data.preview import LEGEND, loss_share, row_text
+from fsdmoe.data.sources import open_sources
+from fsdmoe.data.spans import Spans
 from fsdmoe.data.stream import DataStream, build_data
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError, refuse
@@ -53,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = _read(given.config, others)
         rows = given.global_batch_size or (config.train.global_batch_size if given.config else 32)
+        if any(source.kind == "preference" for _, source in keyed_sources(config.data)):
+            _show_pairs(config.data, given.show, given.chars)
+            return
         shape = {"dp_rank": 0, "dp_size": given.dp_size, "micro_batch_size": 1, "global_batch_size": rows}
         began = time.perf_counter()
         with suppress_broken_pipe(), build_data(config.data, **shape, seed=config.train.seed) as stream:
@@ -98,10 +106,30 @@ def _show(stream: DataStream, tokenizer: Tokenizer | None, num_rows: int, most: 
         batches += stream.next_step()
     console = make_console()
     for number, batch in enumerate(batches[: max(0, num_rows)], 1):
-        console.print(row_text(batch, 0, tokenizer, number=number, most=most), soft_wrap=True)
+        console.print(row_text(batch, 0, tokenizer, title=f"row {number}", most=most), soft_wrap=True)
     if num_rows > 0:
         print(LEGEND)
     print(share)
+
+
+def _show_pairs(config: DataConfig, num_pairs: int, most: int) -> None:
+    """Chosen and rejected answers, which no run reads."""
+    stores, vocab_size = open_sources(config, for_training=False)
+    tokenizer = _tokenizer(config)
+    console = make_console()
+    print(f"vocabulary {vocab_size} of {config.tokenizer}")
+    for number, (_, source) in enumerate(keyed_sources(config)):
+        store = stores[number]
+        if source.kind != "preference":
+            continue
+        print(f"{store.name}: {store.num_documents // 2:,} pairs, {store.num_tokens:,} tokens")
+        for document in range(min(2 * num_pairs, store.num_documents)):
+            length = int(store.lengths(np.array([document]))[0])
+            spans = Spans(*(np.array([value]) for value in (number, document, 0, length)))
+            batch = pack_rows(spans, stores, length, 1)
+            title = f"pair {document // 2 + 1}, {'rejected' if document % 2 else 'chosen'}"
+            console.print(row_text(batch, 0, tokenizer, title=title, most=most), soft_wrap=True)
+    print(LEGEND)
 
 
 def _measure(stream: DataStream, num_steps: int, tokens_a_step: int) -> None:

@@ -1,95 +1,204 @@
-"""Chat records for fine-tuning: turns to tokens, and which of these tokens carry loss.
+"""Conversations to tokens, and which of them carry loss: what the assistant says, and where it stops.
 
-With the default template a conversation becomes (loss on what is underlined, for the roles that carry loss):
+A template with generation markers (`{% generation %}`) says itself what an assistant generates. Otherwise it
+is found by comparison, turn by turn (loss on what is underlined):
 
-    <|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant\\nGood day<|im_end|>\\n<|endoftext|>
-                                                            ~~~~~~~~~~~~~~~~~~
-
+    a generation prompt after the messages before   user: Hi<|end|>\\nassistant:
+    the messages up to and with the turn            user: Hi<|end|>\\nassistant: Good day<|end|>\\n
+                                                                            ~~~~~~~~~~~~~~~~
 The closing marker is learnt with the answer, so that the model stops; the line break behind it, which the
-template writes whatever the model says, and the final end of text are not.
+template writes whatever the model says, is not. Where a turn ends without a marker, the marker that opens the
+next turn ends it. The last one is ended by the end of text, the only token that is added to what the template
+writes.
+
+Some templates write a turn differently once others follow: they leave out its reasoning, or close it with
+another marker. The model never generates a turn in that form. So each turn becomes a document of its own,
+with the messages before it as context, as the model will see them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.data.chat_records import Completion, Content, Conversation, Message, Preference, texts_of
+from fsdmoe.data.chat_template import ChatTemplate, IntArray, Written
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.errors import ConfigError
 
-# Roles are written into the template, where a marker would be special: a record must not insert one.
-_ROLE = re.compile(r"[\w-]+")
+Document = tuple[TokenArray, npt.NDArray[np.uint8]]
+"""Token ids, and for each whether it carries loss."""
+
+_ASSISTANT = "assistant"
 
 
-class Turn(NamedTuple):
-    """One message."""
+class LearntTurn(NamedTuple):
+    """A turn that carries loss, and the conversation up to it."""
 
-    role: str
-    content: str
-
-
-Conversation = tuple[Turn, ...]
-
-
-def parse_conversation(key: str, where: str, value: Any) -> Conversation:
-    """A list of `{"role": ..., "content": ...}`; the content is text, or a list of text parts."""
-    if not isinstance(value, list) or not value:
-        raise ConfigError(
-            f"{key}.field: {where}: expected a list of messages, got {value!r:.40}; fix or remove the record"
-        )
-    turns = []
-    for number, message in enumerate(value):
-        role = message.get("role") if isinstance(message, dict) else None
-        content = _content(message.get("content")) if isinstance(message, dict) else None
-        if not isinstance(role, str) or not _ROLE.fullmatch(role) or content is None:
-            raise ConfigError(
-                f"{key}.path: {where}: message {number} needs a `role` (one word) and a text `content`, "
-                f"got {message!r:.80}; fix or remove the record"
-            )
-        turns.append(Turn(role, content))
-    return tuple(turns)
-
-
-def _content(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        return None
-    parts = [part.get("text") if isinstance(part, dict) else None for part in value]
-    return "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    written: Written
+    start: int
+    end: int
+    """Its tokens that carry loss, [start, end)."""
+    is_closed: bool
+    """Whether it ends with a special token of its own."""
 
 
 class ChatEncoder:
-    """Writes conversations in a template."""
+    """Writes the records of one run."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, loss_roles: Sequence[str]) -> None:
-        missing = tokenizer.missing_markers(template)
-        if missing:
-            raise ConfigError(
-                f"data.chat_format: the tokenizer has no token {', '.join(missing)}; use the markers of "
-                "its own chat format"
-            )
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, loss_roles: Sequence[str]) -> None:
         self._tokenizer = tokenizer
+        self._template = template
         self._loss_roles = frozenset(loss_roles)
-        self._before, _, after = template.partition("{content}")
-        closing = after.rstrip()
-        self._closing = tokenizer.encode_template(closing)
-        self._gap = tokenizer.encode_template(after[len(closing) :])
 
-    def encode(self, conversation: Conversation) -> tuple[TokenArray, npt.NDArray[np.uint8]]:
-        """Token ids, and for each whether it carries loss. No bos, no eos."""
-        pieces: list[TokenArray] = []
-        targets: list[npt.NDArray[np.uint8]] = []
-        contents = self._tokenizer.encode_batch([turn.content for turn in conversation])
-        for turn, content in zip(conversation, contents, strict=True):
-            opening = self._tokenizer.encode_template(self._before.replace("{role}", turn.role))
-            learnt = not self._loss_roles or turn.role in self._loss_roles
-            pieces += [opening, content, self._closing, self._gap]
-            flags = (0, learnt, learnt, 0)
-            targets += [np.full(len(p), flag, np.uint8) for p, flag in zip(pieces[-4:], flags, strict=True)]
-        return np.concatenate(pieces), np.concatenate(targets)
+    @property
+    def facts(self) -> list[Any]:
+        """What decides the documents, next to the records and the tokenizer."""
+        return [*self._template.facts, sorted(self._loss_roles)]
+
+    def encode(self, content: Content) -> list[Document]:
+        """The documents of a record: mostly one; of a preference the chosen one and the rejected one."""
+        if isinstance(content, Preference):
+            return [document for answer in content for document in self._whole(answer)]
+        if isinstance(content, Completion):
+            return [self._completion(content)]
+        assert isinstance(content, Conversation)
+        return self._conversation(content)
+
+    def _whole(self, answer: Conversation | Completion) -> list[Document]:
+        documents = self.encode(answer)
+        if len(documents) > 1:
+            assert isinstance(answer, Conversation)
+            raise ConfigError(
+                f"{answer.where}: the chat template writes turns of an answer differently once others "
+                "follow, so the answer is no single document; give one assistant turn after the prompt"
+            )
+        return documents
+
+    def _completion(self, content: Completion) -> Document:
+        prompt, completion = self._tokenizer.encode_batch(list(content))
+        head = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        tokens = np.concatenate([np.array(head, prompt.dtype), prompt, completion, [self._tokenizer.eos_id]])
+        targets = np.zeros(len(tokens), np.uint8)
+        targets[len(head) + len(prompt) :] = 1
+        return tokens, targets
+
+    def _conversation(self, talk: Conversation) -> list[Document]:
+        spelled = self._template.spelled("".join(texts_of(talk)))
+        if spelled is not None:
+            raise ConfigError(
+                f"{talk.where}: a message spells the special token {spelled}, which only the chat template "
+                "may write; give reasoning and tool calls as fields of the message, or remove the record"
+            )
+        talk = self._template.with_arguments(talk)
+        whole = self._template.write(talk)
+        learnt = [
+            number
+            for number, message in enumerate(talk.messages)
+            if number >= talk.num_context and (not self._loss_roles or message["role"] in self._loss_roles)
+        ]
+        _require_context(talk, whole.text)
+        by_markers = self._loss_roles == {_ASSISTANT} and not talk.num_context
+        if by_markers and self._template.has_markers(talk):
+            # A template may leave out the reasoning of earlier turns: then it is learnt turn by turn.
+            is_complete = not any(_left_out(talk.messages[number], whole.text) for number in learnt)
+            if is_complete:
+                return [(whole.ids, _between_markers(whole))]
+        turns = [self._turn(talk, number, whole) for number in learnt]
+        if all(np.array_equal(whole.ids[: turn.end], turn.written.ids[: turn.end]) for turn in turns):
+            return [self._document(whole, turns)]
+        return [self._document(turn.written, [turn]) for turn in turns]
+
+    def _turn(self, talk: Conversation, number: int, whole: Written) -> LearntTurn:
+        """Compares the conversation up to a turn with the one that asks for it."""
+        is_assistant = talk.messages[number]["role"] == _ASSISTANT
+        written = whole if number + 1 == len(talk.messages) else self._template.write(talk, number + 1)
+        start = self._start(talk, number, written, is_assistant=is_assistant)
+        if left_out := _left_out(talk.messages[number], written.text):
+            raise ConfigError(
+                f"{talk.where}: the chat template does not write the {left_out} of message {number}; name "
+                "one that does (data.chat_template), or remove it from the record"
+            )
+        special = np.flatnonzero(np.isin(written.ids, self._template.special_ids))
+        end = int(special[-1]) + 1 if special.size else 0
+        is_closed = end > start and not written.text[written.ends[end - 1] :].strip()
+        return LearntTurn(written, start, end if is_closed else len(written.ids), is_closed)
+
+    def _start(self, talk: Conversation, number: int, written: Written, *, is_assistant: bool) -> int:
+        """The first token of a turn that is its own, and not of what asks for it."""
+        if number == 0 and is_assistant and self._loss_roles:
+            raise ConfigError(
+                f"{talk.where}: the conversation begins with the assistant, and nothing tells where its "
+                "answer begins; put a message before it, or remove the record"
+            )
+        prompt = self._template.text(talk, number, prompt=is_assistant) if number else ""
+        if written.text.startswith(prompt):
+            return int(np.searchsorted(written.ends, len(prompt), side="right"))
+        if not written.text.startswith(self._template.text(talk, number)):
+            raise ConfigError(
+                f"{talk.where}: the chat template writes the messages before message {number} differently "
+                "with it than without it, so nothing tells where it begins; name a template with generation "
+                "markers (data.chat_template), or remove the record"
+            )
+        # The prompt opens reasoning that the turn does not have: what they share is the prompt of this turn.
+        return _common_prefix(written.ids, self._template.write(talk, number, prompt=True).ids)
+
+    def _document(self, written: Written, turns: Sequence[LearntTurn]) -> Document:
+        ids = written.ids
+        if turns and turns[-1].end == len(ids) and not turns[-1].is_closed:
+            ids = np.append(ids, self._tokenizer.eos_id)
+        targets = np.zeros(len(ids), np.uint8)
+        for turn in turns:
+            is_ended = turn.is_closed or ids[turn.end] not in (
+                *self._template.special_ids,
+                self._tokenizer.eos_id,
+            )
+            targets[turn.start : turn.end if is_ended else turn.end + 1] = 1
+        return ids, targets
+
+
+def _between_markers(whole: Written) -> npt.NDArray[np.uint8]:
+    """Tokens with a part between the markers. Some tokenizers leave white space out of a token's place: what
+    consists of nothing else is taken to have the character before its end."""
+    targets = np.zeros(len(whole.ids), np.uint8)
+    begins = np.minimum(whole.begins, whole.ends - 1)
+    for start, stop in whole.generated:
+        targets[(whole.ends > start) & (begins < stop)] = 1
+    return targets
+
+
+def _common_prefix(one: IntArray, other: IntArray) -> int:
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if differ.size else size
+
+
+def _require_context(talk: Conversation, text: str) -> None:
+    """Tools and questions that the template passes over would be answered out of nowhere."""
+    names = [str(tool.get("function", tool).get("name")) for tool in talk.tools or ()]
+    missing = [f"the tool {name}" for name in names if name not in text]
+    asked = [number for number, message in enumerate(talk.messages) if message["role"] == "user"]
+    missing += [f"message {number}" for number in asked if _left_out(talk.messages[number], text)]
+    if missing:
+        raise ConfigError(
+            f"{talk.where}: the chat template does not write {missing[0]}; name one that does "
+            "(data.chat_template), or fix the record"
+        )
+
+
+def _left_out(message: Message, text: str) -> str:
+    """What the template passed over, since it does not know the field."""
+    calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
+    reasoning = [message[name] for name in ("reasoning_content", "thinking") if name in message]
+    answer = message["content"].rpartition("</think>")[
+        2
+    ]  # what is before it may be written apart, or left out
+    parts = {"content": [answer], "tool_calls": calls, "reasoning": reasoning}
+    missing = [
+        name for name, values in parts.items() if any(str(each).strip() not in text for each in values)
+    ]
+    return " and ".join(missing)

@@ -27,11 +27,11 @@ from typing import Literal, get_args
 from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.rules import at_least, one_of
 
-SourceKind = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "tokens"]
+SourceKind = Literal[
+    "python-stdlib", "text", "jsonl", "parquet", "chat", "completion", "preference", "tokens"
+]
 TokenDtype = Literal["uint16", "uint32"]
 OnError = Literal["stop", "skip"]
-
-CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,21 @@ class SourceFiles:
     """What is said of one source, in the section itself or in a mixture."""
 
     kind: SourceKind = "text"
-    """What the files hold: plain `text`, `jsonl` or `parquet` records with a text field, `chat` records
-    (JSONL or Parquet), pre-tokenised `tokens` (.npy or .bin), or `python-stdlib`, the sources of the running
-    Python."""
+    """What the files hold: plain `text`, `jsonl` or `parquet` records with a text field, records (JSONL or
+    Parquet) of a `chat`, of a `completion` (with its prompt) or of a `preference` (chosen and rejected),
+    pre-tokenised `tokens` (.npy or .bin), or `python-stdlib`, the sources of the running Python."""
 
     path: str = ""
     """A file, a directory (searched recursively) or a glob pattern."""
+
+    dataset: str = ""
+    """Instead of `path`: a dataset of the Hugging Face Hub by its name, or a folder that `datasets` reads."""
+
+    subset: str = ""
+    """Which configuration of the dataset. Empty: its only one."""
+
+    split: str = "train"
+    """Which split of the dataset."""
 
     glob: str = ""
     """Which files of a directory belong to it. Empty: `*.txt`, `*.jsonl`, `*.parquet`, ... by kind."""
@@ -73,7 +82,8 @@ class SourceConfig(SourceFiles):
     """This source's share of the mixture's tokens, relative to the other weights."""
 
     name: str = ""
-    """Name in messages and in the saved position. Empty: the path, or the kind where there is no path."""
+    """Name in messages and in the saved position. Empty: the path or dataset, or the kind where there is
+    neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +127,13 @@ class DataConfig(SourceFiles):
     holdout: float = 0.01
     """Fraction of documents, chosen by hash, that is kept for evaluation and never trained on."""
 
-    chat_format: str = CHATML
-    """How one turn of a chat is written; `{role}` and `{content}` are replaced, markers become special
-    tokens."""
+    chat_template: str = ""
+    """The Jinja template that writes chats: the path of a file, or `chatml`. Empty: the tokenizer's own (for
+    `bytes`, `chatml`)."""
 
     chat_loss_roles: tuple[str, ...] = ("assistant",)
-    """Roles whose turns (content and closing marker) carry loss. Empty: every turn does."""
+    """Roles whose turns carry loss: of an assistant, what it generates; of others, the whole turn. Empty:
+    every turn does."""
 
     num_workers: int = 0
     """Threads that assemble rows. 0: the prefetching thread does it alone, which is enough for most runs."""
@@ -146,7 +157,7 @@ class DataConfig(SourceFiles):
     """Where tokenised sources are kept. Empty: `fsdmoe/data` in the user's cache directory."""
 
     def __post_init__(self) -> None:
-        problems = [*_source_choice_problems(self), *_stream_problems(self), *_chat_problems(self)]
+        problems = [*_source_choice_problems(self), *_stream_problems(self)]
         for key, source in keyed_sources(self):
             problems += _source_problems(key, source)
         refuse(problems)
@@ -162,7 +173,7 @@ def keyed_sources(config: DataConfig) -> list[tuple[str, SourceConfig]]:
 
 def source_name(source: SourceConfig) -> str:
     """What messages call this source."""
-    return source.name or source.path or source.kind
+    return source.name or source.path or source.dataset or source.kind
 
 
 def _source_choice_problems(config: DataConfig) -> list[str]:
@@ -217,15 +228,6 @@ def _stream_problems(config: DataConfig) -> list[str]:
     return problems
 
 
-def _chat_problems(config: DataConfig) -> list[str]:
-    if config.chat_format.count("{role}") <= 1 and config.chat_format.count("{content}") == 1:
-        return []
-    return [
-        f"data.chat_format: expected {{content}} once and {{role}} at most once, got {config.chat_format!r}; "
-        f"the default is {CHATML!r}"
-    ]
-
-
 def _source_problems(key: str, source: SourceConfig) -> list[str]:
     if source.kind not in get_args(SourceKind):
         return one_of(key, vars(source), {"kind": get_args(SourceKind)})
@@ -235,9 +237,14 @@ def _source_problems(key: str, source: SourceConfig) -> list[str]:
             f"{key}.path: python-stdlib reads the running Python's own sources and takes no path, "
             f'got {source.path!r}; remove it or set {key}.kind = "text"'
         )
-    if source.kind != "python-stdlib" and not source.path:
+    if source.kind != "python-stdlib" and not source.path and not source.dataset:
         problems.append(
             f"{key}.path: expected a file, directory or glob for kind {source.kind!r}, got none; set it"
+        )
+    if source.path and source.dataset:
+        problems.append(
+            f"{key}.dataset: expected a path or a dataset, got {source.path!r} and {source.dataset!r}; "
+            "remove one"
         )
     if not (math.isfinite(source.weight) and source.weight > 0):
         problems.append(
@@ -260,11 +267,13 @@ def require_holdout(fraction: float, num_rows: int = 1) -> None:
         )
 
 
+_RECORDS = ("chat", "completion", "preference")
 _OPTION_KINDS: dict[str, tuple[str, ...]] = {
-    "glob": ("text", "jsonl", "parquet", "chat", "tokens"),
+    "dataset": ("text", *_RECORDS),
+    "glob": ("text", "jsonl", "parquet", *_RECORDS, "tokens"),
     "field": ("jsonl", "parquet", "chat"),
     "separator": ("text",),
-    "max_bytes": ("text", "jsonl", "parquet", "chat", "python-stdlib"),
+    "max_bytes": ("text", "jsonl", "parquet", *_RECORDS, "python-stdlib"),
     "document_end": ("tokens",),
     "dtype": ("tokens",),
 }
@@ -272,10 +281,24 @@ _OPTION_KINDS: dict[str, tuple[str, ...]] = {
 
 def _misplaced_options(key: str, source: SourceConfig) -> list[str]:
     """An option that this kind does not read would be a silent no-op: say so instead."""
-    return [
+    set_here = [
+        each.name
+        for each in fields(SourceFiles)
+        if getattr(source, each.name) != getattr(SourceFiles, each.name)
+    ]
+    problems = [
         f"{key}.{option}: kind {source.kind!r} does not use it (only {', '.join(kinds)}); remove it"
         for option, kinds in _OPTION_KINDS.items()
-        if getattr(source, option) not in ("", None, "uint16") and source.kind not in kinds
+        if option in set_here
+        and source.kind not in kinds
+        and not (option == "field" and source.kind == "text" and source.dataset)
+    ]
+    of_files, of_datasets = ("glob", "separator"), ("subset", "split")
+    kept, other = (of_files, "path") if source.dataset else (of_datasets, "dataset")
+    return problems + [
+        f"{key}.{option}: belongs to {key}.{other}, which is not set; remove it"
+        for option in kept
+        if option in set_here
     ]
 
 

@@ -19,7 +19,7 @@ _DEFAULT_GLOBS: dict[str, tuple[str, ...]] = {
     "text": ("*.txt", "*.txt.gz"),
     "jsonl": ("*.jsonl", "*.jsonl.gz"),
     "parquet": ("*.parquet",),
-    "chat": ("*.jsonl", "*.jsonl.gz", "*.parquet"),
+    **dict.fromkeys(("chat", "completion", "preference"), ("*.jsonl", "*.jsonl.gz", "*.parquet")),
     "tokens": ("*.npy", "*.bin"),
 }
 # Left out of the standard-library corpus: third-party packages, compiled files, and tests, some of which are
@@ -42,6 +42,10 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
     """The files of a source, in reading order. Raises a `ConfigError` when there are none."""
     if source.kind == "python-stdlib":
         return list(_stdlib_files(key))
+    if source.dataset:
+        from fsdmoe.data.hf_dataset import dataset_files  # an optional dependency: imported only when chosen
+
+        return [_describe(key, path, path.name) for path in dataset_files(key, source)]
     path = Path(source.path).expanduser()
     if path.is_file():
         found = [(path, path.name)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdmoe.data.token_types import MARKER, TokenArray
+from fsdmoe.data.token_types import TokenArray
 from fsdmoe.errors import ConfigError
 
 try:
@@ -36,9 +36,7 @@ class JsonTokenizer:
         self._path = path
         content = _read(path)
         self._text = _load(path, content)
-        # Two copies: whether special tokens are seen is a property of the object, and threads may share it.
         self._text.encode_special_tokens = True
-        self._template = _load(path, content)
         vocab = self._text.get_vocab(with_added_tokens=True)
         if not vocab:
             raise ConfigError(f"data.tokenizer: {path} has no tokens; download it again")
@@ -51,12 +49,6 @@ class JsonTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self._dtype) for one in encoded]
-
-    def encode_template(self, text: str) -> TokenArray:
-        return np.array(self._template.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
-
-    def missing_markers(self, template: str) -> list[str]:
-        return [marker for marker in MARKER.findall(template) if len(self.encode_template(marker)) != 1]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._text.decode([int(t) for t in tokens], skip_special_tokens=False))

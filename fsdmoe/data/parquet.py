@@ -1,8 +1,8 @@
-"""A column of a Parquet file. The only file that imports pyarrow."""
+"""Rows of a Parquet file. The only file that imports pyarrow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,19 @@ except ImportError as error:
 _ROWS_AT_ONCE = 4096
 
 
-def read_column(key: str, path: Path, column: str) -> Iterator[Any]:
-    """The values of one column, as Python objects, a few thousand rows in memory at a time."""
+def read_rows(key: str, path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The wanted columns of each row, as far as there are any, a few thousand rows in memory at a time."""
     try:
         with pq.ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names)
+            names = file.schema_arrow.names
+            columns = [name for name in names if name in wanted]
+            if not columns:
                 raise ConfigError(
-                    f"{key}.field: {path}: no column {column!r}, it has {names}; set {key}.field to the "
-                    "right one"
+                    f"{key}.field: {path}: no column {wanted[0]!r}, it has {', '.join(names)}; set "
+                    f"{key}.field to the right one"
                 )
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column]):
-                yield from batch.column(0).to_pylist()
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
+                yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
             f"{key}.path: {path} is not readable as Parquet ({error}); check the file"

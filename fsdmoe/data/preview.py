@@ -46,14 +46,14 @@ class RowSegment(NamedTuple):
     num_loss: int
 
 
-def row_text(batch: Batch, row: int, tokenizer: Tokenizer | None, *, number: int, most: int) -> Text:
+def row_text(batch: Batch, row: int, tokenizer: Tokenizer | None, *, title: str, most: int) -> Text:
     """A row with its documents, each with its text.
 
     Args:
         batch: Rows as `next_step` hands them out.
         row: Which of them.
         tokenizer: What turns ids into text; None shows the ids.
-        number: What to call the row.
+        title: What to call the row.
         most: Characters of a piece, marked or not, that are shown; the middle of a longer one is left out.
 
     Returns:
@@ -63,7 +63,7 @@ def row_text(batch: Batch, row: int, tokenizer: Tokenizer | None, *, number: int
     size, num_loss = batch.tokens_BS.shape[1], sum(segment.num_loss for segment in segments)
     documents = f"{len(segments)} document" + ("s" if len(segments) > 1 else "")
     text = Text()
-    text.append(f"row {number}: {size:,} tokens, {documents}, {_with_loss(num_loss, size)}", "bold")
+    text.append(f"{title}: {size:,} tokens, {documents}, {_with_loss(num_loss, size)}", "bold")
     for segment in segments:
         length = segment.stop - segment.start
         last = segment.offset + length - 1

@@ -1,4 +1,4 @@
-"""Files to documents: text, or the turns of a chat. Whatever cannot be read is named by file and line.
+"""Files to documents: text, or the messages of a chat. Whatever cannot be read is named by file and line.
 
 Documents without text are left out and counted, since there is nothing to learn from them; so are records
 that cannot be read, with ``data.on_error = "skip"``.
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fsdmoe.data.chat import Conversation, parse_conversation
+from fsdmoe.data.chat_records import FIELDS, OPTIONAL_FIELDS, Content, parse_record, texts_of, without_nulls
 from fsdmoe.data.config import OnError, SourceConfig, source_name
 from fsdmoe.data.files import SourceFile
 from fsdmoe.errors import ConfigError
@@ -26,7 +26,7 @@ class Record(NamedTuple):
     """One document as read."""
 
     file_number: int
-    content: str | Conversation
+    content: Content
 
 
 class Dropped:
@@ -60,22 +60,26 @@ def read_documents(
 ) -> Iterator[Record]:
     """Every document of a source, in order, up to `max_bytes` of text. `dropped` gets what is left out."""
     num_bytes, dropped = 0, dropped or Dropped()
-    for number, file in enumerate(files):
-        for content in _read_file(key, source, file.path, dropped):
+    # A dataset is read as one, whatever files it lies in.
+    paths = [Path(source.dataset)] if source.dataset else [file.path for file in files]
+    for number, path in enumerate(paths):
+        for content in _read_file(key, source, path, dropped):
             yield Record(number, content)
             if source.max_bytes is not None:
-                num_bytes += _text_bytes(content)
+                num_bytes += sum(len(text.encode()) for text in texts_of(content))
                 if num_bytes >= source.max_bytes:
                     return
 
 
-def check_first_document(key: str, source: SourceConfig, files: list[SourceFile], dropped: Dropped) -> None:
-    """Refuse files that are not of the source's kind, as far as their first document tells. A text file may
+def first_document(key: str, source: SourceConfig, files: list[SourceFile], dropped: Dropped) -> Content:
+    """Refuses files that are not of the source's kind, as far as their first document tells. A text file may
     be larger than memory, so its first line stands for it."""
-    if source.kind == "text" and not source.separator:
+    if source.kind == "text" and not source.separator and not source.dataset:
         source = replace(source, separator="\n")
-    if next(read_documents(key, source, files, dropped), None) is None:
+    first = next(read_documents(key, source, files, dropped), None)
+    if first is None:
         raise no_documents(key, source, dropped)
+    return first.content
 
 
 def no_documents(key: str, source: SourceConfig, dropped: Dropped) -> ConfigError:
@@ -84,21 +88,22 @@ def no_documents(key: str, source: SourceConfig, dropped: Dropped) -> ConfigErro
     return ConfigError(f"{key}.path: {source_name(source)} has no documents{left_out}; give some text")
 
 
-def _read_file(key: str, source: SourceConfig, path: Path, dropped: Dropped) -> Iterator[str | Conversation]:
-    if source.kind in ("text", "python-stdlib"):
+def _read_file(key: str, source: SourceConfig, path: Path, dropped: Dropped) -> Iterator[Content]:
+    if source.kind in ("text", "python-stdlib") and not source.dataset:
         for text in _read_text(key, path, source.separator, dropped):
             if text:
                 yield text
             else:
                 dropped.add("empty documents", str(path))
         return
-    is_chat = source.kind == "chat"
+    is_chat = source.kind in FIELDS
     field = source.field or ("messages" if is_chat else "text")
-    is_parquet = source.kind == "parquet" or (is_chat and path.suffix == ".parquet")
-    for where, record in _read_parquet(key, path, field) if is_parquet else _read_lines(key, path):
+    needed = FIELDS[source.kind] if is_chat and source.kind != "chat" else (field,)
+    for where, raw in _read_records(key, source, path, (*needed, *OPTIONAL_FIELDS) if is_chat else needed):
         try:
-            value = record if is_parquet else _jsonl_value(key, where, record, field)
-            content = _conversation(key, where, value) if is_chat else _text(key, where, value, field)
+            record = _checked_record(key, where, raw, needed)
+            content = _chat(key, where, source.kind, record, field) if is_chat else record[field]
+            content = content if is_chat else _text(key, where, content, field)
         except ConfigError as error:
             dropped.add_error(error)
             continue
@@ -108,10 +113,10 @@ def _read_file(key: str, source: SourceConfig, path: Path, dropped: Dropped) -> 
             dropped.add("records without text", where)
 
 
-def _conversation(key: str, where: str, value: Any) -> Conversation:
-    conversation = parse_conversation(key, where, value)
-    _check_characters(key, where, "".join(turn.content for turn in conversation))
-    return conversation
+def _chat(key: str, where: str, kind: str, record: dict[str, Any], field: str) -> Content:
+    content = parse_record(key, where, kind, record, field)
+    _check_characters(key, where, "".join(texts_of(content)))
+    return content
 
 
 def _text(key: str, where: str, value: Any, field: str) -> str:
@@ -166,28 +171,51 @@ def _read_lines(key: str, path: Path) -> Iterator[tuple[str, bytes]]:
         raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
 
 
-def _jsonl_value(key: str, where: str, line: bytes, field: str) -> Any:
+def _read_records(
+    key: str, source: SourceConfig, path: Path, wanted: tuple[str, ...]
+) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+    """Lines of JSON, not parsed yet, or rows of a table, each with its place."""
+    # Optional dependencies: imported only when chosen.
+    if source.dataset:
+        from fsdmoe.data.hf_dataset import dataset_records
+
+        yield from dataset_records(key, source)
+    elif source.kind == "parquet" or (source.kind in FIELDS and path.suffix == ".parquet"):
+        from fsdmoe.data.parquet import read_rows
+
+        for number, row in enumerate(read_rows(key, path, wanted)):
+            yield f"{path}, row {number}", row
+    else:
+        yield from _read_lines(key, path)
+
+
+def _checked_record(
+    key: str, where: str, raw: bytes | dict[str, Any], needed: tuple[str, ...]
+) -> dict[str, Any]:
+    """A record that has the needed fields."""
     try:
-        record = json.loads(line)
+        record = json.loads(raw) if isinstance(raw, bytes) else raw
     except ValueError as error:
         raise ConfigError(f"{key}.path: {where}: not JSON ({error}); fix or remove the line") from error
     if not isinstance(record, dict):
         raise ConfigError(
             f"{key}.path: {where}: expected a JSON object, got {_kind_of(record)}; fix or remove the line"
         )
-    if field not in record:
+    missing = [field for field in needed if field not in record]
+    if missing:
         raise ConfigError(
-            f"{key}.field: {where}: no {field!r} in the record, which has {', '.join(record) or 'nothing'}; "
-            f"set {key}.field to the right one"
+            f"{key}.field: {where}: no {missing[0]!r} in the record, which has "
+            f"{', '.join(record) or 'nothing'}; {_fix(key, record, needed)}"
         )
-    return record[field]
+    return record if isinstance(raw, bytes) else {name: without_nulls(record[name]) for name in record}
 
 
-def _read_parquet(key: str, path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    from fsdmoe.data.parquet import read_column  # an optional dependency: imported only when chosen
-
-    for number, value in enumerate(read_column(key, path, field)):
-        yield f"{path}, row {number}", value
+def _fix(key: str, record: dict[str, Any], needed: tuple[str, ...]) -> str:
+    """What was meant by a record without the needed fields."""
+    fitting = [kind for kind, names in FIELDS.items() if set(names) <= record.keys() and names != needed]
+    if fitting and len(needed) == 1:
+        return f'set {key}.kind = "{fitting[-1]}"'
+    return f"set {key}.field to the right one" if len(needed) == 1 else "fix or remove the record"
 
 
 def _check_characters(key: str, where: str, text: str) -> None:
@@ -198,12 +226,6 @@ def _check_characters(key: str, where: str, text: str) -> None:
         raise ConfigError(
             f"{key}.path: {where}: not valid Unicode ({error.reason}); fix or remove the record"
         ) from error
-
-
-def _text_bytes(content: str | Conversation) -> int:
-    if isinstance(content, str):
-        return len(content.encode())
-    return sum(len(turn.content.encode()) for turn in content)
 
 
 def _kind_of(value: Any) -> str:

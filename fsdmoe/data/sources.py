@@ -8,61 +8,86 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdmoe.data import cache
 from fsdmoe.data.cache import cache_folder, open_or_build, say
-from fsdmoe.data.chat import ChatEncoder, Conversation
+from fsdmoe.data.chat_records import FIELDS
 from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
 from fsdmoe.data.files import SourceFile, find_files, why_not_writable
 from fsdmoe.data.pretokenised import check_first_ids, check_ids, index_tokens, offset_files, open_tokens
-from fsdmoe.data.readers import Dropped, Record, check_first_document, no_documents, read_documents
+from fsdmoe.data.readers import Dropped, Record, first_document, no_documents, read_documents
 from fsdmoe.data.store import StoreWriter, TokenStore, open_store
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError
 
+if TYPE_CHECKING:
+    from fsdmoe.data.chat import ChatEncoder
+
 # Part of every cache key: raise it when the meaning of the files changes.
 _FORMAT = 1
 _TOKENS_FORMAT = 2  # of an index of files that were tokenised before
+_CHAT_FORMAT = 2  # of what carries loss in a chat
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 23
 
 Encoded = tuple[TokenArray, npt.NDArray[np.uint8] | None]
 
 
-def check_data(config: DataConfig) -> Tokenizer:
+def check_data(config: DataConfig, *, for_training: bool = True) -> Tokenizer:
     """Look whether the files a section names are there, the cache can be written and its tokenizer used,
     which it returns; report everything that is wrong. Takes milliseconds, and as long as the tokenizer takes
     to load."""
-    problems, tokenizer = data_problems(config)
+    problems, tokenizer = data_problems(config, for_training=for_training)
     if problems or tokenizer is None:
         raise ConfigError(*problems)
     return tokenizer
 
 
-def data_problems(config: DataConfig, *, is_plan: bool = False) -> tuple[list[str], Tokenizer | None]:
+def data_problems(
+    config: DataConfig, *, is_plan: bool = False, for_training: bool = True
+) -> tuple[list[str], Tokenizer | None]:
     """Everything that is wrong, and the tokenizer where it can be used. ``is_plan``: nothing is made on the
     disk, and the first document of each source is read, which a run leaves to the tokenising."""
     of_sources: list[str] = []
     others: list[str] = []
     tokenizer = None
+    encoder = None
     root = cache_folder(config.cache_dir)
     if why := why_not_writable(root, make=not is_plan):
         others.append(f"data.cache_dir: expected a folder to write to, got '{root}' ({why}); name another")
     with _noting(others):
         tokenizer = _fitting_tokenizer(config)
+        encoder = _chat_encoder(config, tokenizer)
     for key, source in keyed_sources(config):
+        if source.kind == "preference" and for_training:
+            of_sources.append(
+                f"{key}.kind: expected data to train on, got preference, which needs a loss of pairs, and "
+                "there is none yet; give the chosen answers as kind completion (python -m fsdmoe.data shows "
+                "the pairs)"
+            )
         with _noting(of_sources):
+            if is_plan and source.dataset and not _is_at_hand(source):
+                continue
             files = find_files(key, source)
             if is_plan and source.kind != "tokens":
-                check_first_document(key, source, files, Dropped(config.on_error))
+                content = first_document(key, source, files, Dropped(config.on_error))
+                if encoder is not None and source.kind in FIELDS:
+                    encoder.encode(content)
             elif is_plan and tokenizer is not None:
                 check_first_ids(key, source, files, config.vocab_size or tokenizer.vocab_size)
     return of_sources + others, tokenizer
+
+
+def _is_at_hand(source: SourceConfig) -> bool:
+    """Whether a dataset can be looked at without downloading or converting it."""
+    from fsdmoe.data.hf_dataset import is_saved_dataset  # an optional dependency: imported only when chosen
+
+    return is_saved_dataset(source.dataset)
 
 
 @contextmanager
@@ -85,14 +110,28 @@ def _fitting_tokenizer(config: DataConfig) -> Tokenizer:
             f"data.vocab_size: expected at least the tokenizer's {tokenizer.vocab_size}, got "
             f"{config.vocab_size}; remove the key"
         )
-    if "chat" in kinds:
-        ChatEncoder(tokenizer, config.chat_format, config.chat_loss_roles)
     return tokenizer
 
 
-def open_sources(config: DataConfig) -> tuple[list[TokenStore], int]:
-    """The token store of each source, and the vocabulary size."""
-    tokenizer = check_data(config)
+def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | None:
+    """None where there are no chats."""
+    if not any(source.kind in FIELDS for _, source in keyed_sources(config)):
+        return None
+    # Optional dependencies: imported only when chosen.
+    from fsdmoe.data.chat import ChatEncoder
+    from fsdmoe.data.chat_template import ChatTemplate
+
+    names = {"bos_token": config.bos_token, "eos_token": config.eos_token}
+    given = {name: token for name, token in names.items() if token}
+    template = ChatTemplate(config.tokenizer, config.chat_template, given)
+    return ChatEncoder(tokenizer, template, config.chat_loss_roles)
+
+
+def open_sources(config: DataConfig, *, for_training: bool = True) -> tuple[list[TokenStore], int]:
+    """The token store of each source, and the vocabulary size. What is only to be looked at may hold pairs of
+    answers: their documents are each chosen one with the rejected one after it."""
+    tokenizer = check_data(config, for_training=for_training)
+    encoder = _chat_encoder(config, tokenizer)
     vocab_size = config.vocab_size or tokenizer.vocab_size
     root = cache_folder(config.cache_dir)
     stores = []
@@ -100,23 +139,27 @@ def open_sources(config: DataConfig) -> tuple[list[TokenStore], int]:
         if source.kind == "tokens":
             stores.append(_open_pretokenised(root, key, source, vocab_size))
         else:
-            stores.append(_open_tokenised(root, key, source, config, tokenizer))
+            of_chats = encoder if source.kind in FIELDS else None
+            stores.append(_open_tokenised(root, key, source, config, tokenizer, of_chats))
     return stores, vocab_size
 
 
 def _open_tokenised(
-    root: Path, key: str, source: SourceConfig, config: DataConfig, tokenizer: Tokenizer
+    root: Path,
+    key: str,
+    source: SourceConfig,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    encoder: ChatEncoder | None,
 ) -> TokenStore:
     files = find_files(key, source)
     name = source_name(source)
-    encoder = (
-        ChatEncoder(tokenizer, config.chat_format, config.chat_loss_roles) if source.kind == "chat" else None
-    )
     options: list[Any] = [source.kind, source.field, source.separator, source.max_bytes]
     options += [tokenizer.fingerprint, tokenizer.eos_id, tokenizer.bos_id]
     if encoder is not None:
-        options += [config.chat_format, list(config.chat_loss_roles)]
-
+        options += [_CHAT_FORMAT, *encoder.facts]
+    if source.dataset:
+        options += [source.dataset, source.subset, source.split]
     if config.on_error != "stop":  # what was tokenised before there was this key keeps its place
         options += [config.on_error]
 
@@ -156,10 +199,11 @@ def _tokenise(
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     writer = StoreWriter(folder, dtype=dtype, with_targets=encoder is not None)
     began = spoke = time.monotonic()
-    records = read_documents(key, source, files, dropped)
-    for batch in _batches(records):
-        for tokens, targets in _encode(batch, tokenizer, encoder):
-            writer.add(*_with_ends(tokens, targets, tokenizer))
+    num_records = 0
+    for batch in _batches(read_documents(key, source, files, dropped)):
+        num_records += len(batch)
+        for tokens, targets in _encode(batch, tokenizer, encoder, dropped):
+            writer.add(tokens, targets)
         if time.monotonic() - spoke > cache.SAY_EVERY_SECONDS:
             spoke = time.monotonic()
             say(
@@ -178,6 +222,11 @@ def _tokenise(
         f"tokenised {source_name(source)}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens "
         f"in {time.monotonic() - began:.1f} s"
     )
+    if writer.num_documents > num_records and source.kind != "preference":
+        say(
+            f"{num_records:,} conversations of {source_name(source)} became {writer.num_documents:,} "
+            "documents: the chat template writes earlier turns differently, so answers are learnt one by one"
+        )
     if dropped.counts:
         say(f"left out of {source_name(source)}: {dropped}")
 
@@ -196,20 +245,23 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def _encode(batch: list[Record], tokenizer: Tokenizer, encoder: ChatEncoder | None) -> Iterator[Encoded]:
+def _encode(
+    batch: list[Record], tokenizer: Tokenizer, encoder: ChatEncoder | None, dropped: Dropped
+) -> Iterator[Encoded]:
     if encoder is None:
         for tokens in tokenizer.encode_batch([str(record.content) for record in batch]):
-            yield tokens, None
+            yield _with_ends(tokens, tokenizer), None
         return
     for record in batch:
-        conversation: Conversation = record.content  # type: ignore[assignment]
-        yield encoder.encode(conversation)
+        try:
+            documents = encoder.encode(record.content)
+        except ConfigError as error:
+            dropped.add_error(error)
+            continue
+        yield from documents
 
 
-def _with_ends(tokens: TokenArray, targets: npt.NDArray[np.uint8] | None, tokenizer: Tokenizer) -> Encoded:
-    """Put bos and eos around a document. In a chat neither carries loss."""
+def _with_ends(tokens: TokenArray, tokenizer: Tokenizer) -> TokenArray:
+    """Put bos and eos around a document."""
     head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    whole = np.concatenate([np.array(head, tokens.dtype), tokens, np.array([tokenizer.eos_id], tokens.dtype)])
-    if targets is not None:
-        targets = np.concatenate([np.zeros(len(head), np.uint8), targets, np.zeros(1, np.uint8)])
-    return whole, targets
+    return np.concatenate([np.array(head, tokens.dtype), tokens, np.array([tokenizer.eos_id], tokens.dtype)])

@@ -1,12 +1,9 @@
-"""What every tokenizer shares: the type of token ids, and what a marker in a template looks like."""
+"""The type of token ids, which all tokenizers share."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[Any]
-
-MARKER = re.compile(r"<[^<>{}\s]+>")

@@ -1,19 +1,18 @@
 """Text to token ids. The byte tokenizer needs nothing; `hf_tokenizer.py` reads any other.
 
 Text and templates are kept apart: what a document says is always ordinary text, even where it spells out a
-special token, and only the chat template, which the user configures, can write one.
+special token, and only a chat template (`chat_template.py`) can write one.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from fsdmoe.data.token_types import MARKER, TokenArray
+from fsdmoe.data.token_types import TokenArray
 from fsdmoe.errors import ConfigError
 
 
@@ -28,17 +27,11 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """Token ids of each text; special tokens in it are ordinary text. No bos, no eos."""
 
-    def encode_template(self, text: str) -> TokenArray:
-        """Token ids of a piece of template; special tokens in it are special."""
-
-    def missing_markers(self, template: str) -> list[str]:
-        """Markers like `<|im_start|>` in a template that this tokenizer would not read as one token."""
-
     def decode(self, tokens: Sequence[int]) -> str:
         """Token ids back to text, as far as that is possible."""
 
 
-_BYTE_SPECIALS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<|pad|>": 259}
+BYTE_SPECIALS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<|pad|>": 259}
 
 
 class ByteTokenizer:
@@ -47,23 +40,14 @@ class ByteTokenizer:
     fingerprint = "bytes-1"
     # Four ids are in reserve: a multiple of 8 can be split over tensor-parallel ranks.
     vocab_size = 264
-    eos_id = _BYTE_SPECIALS["<|endoftext|>"]
+    eos_id = BYTE_SPECIALS["<|endoftext|>"]
     bos_id: int | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
 
-    def encode_template(self, text: str) -> TokenArray:
-        ids: list[int] = []
-        for piece in re.split(f"({MARKER.pattern})", text):
-            ids += [_BYTE_SPECIALS[piece]] if piece in _BYTE_SPECIALS else piece.encode()
-        return np.array(ids, dtype=np.uint16)
-
-    def missing_markers(self, template: str) -> list[str]:
-        return [marker for marker in MARKER.findall(template) if marker not in _BYTE_SPECIALS]
-
     def decode(self, tokens: Sequence[int]) -> str:
-        names = {number: name for name, number in _BYTE_SPECIALS.items()}
+        names = {number: name for name, number in BYTE_SPECIALS.items()}
         pieces = [bytes([t]) if t < 256 else names.get(int(t), f"<|{int(t)}|>").encode() for t in tokens]
         return b"".join(pieces).decode(errors="replace")
 

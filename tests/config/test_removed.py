@@ -13,6 +13,10 @@ USED: dict[str, tuple[Any, str]] = {
         "norms",
         'is memory.recompute now, a list of parts; write memory.recompute = ["norms"]',
     ),
+    "data.chat_format": (
+        "{role}: {content}",
+        "is data.chat_template now, a Jinja file; delete the line to use the tokenizer's own template",
+    ),
     "train.compile": (
         True,
         "no longer there: fused kernels are faster (docs/results/removed.md); delete the line",

@@ -1,81 +1,188 @@
-"""Fine-tuning records: what is written, and what is learnt of it."""
+"""Records of chats, completions and preferences: from files to what is learnt of them."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fsdmoe.data import DataConfig, build_data
-from fsdmoe.data.chat import ChatEncoder, Turn, parse_conversation
-from fsdmoe.data.config import CHATML
+from fsdmoe.data import DataConfig, build_data, check_data
+from fsdmoe.data.chat_records import Completion, Conversation, Preference, parse_record
+from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import ByteTokenizer
+from fsdmoe.errors import ConfigError
+from fsdmoe.testing import requires_transformers
+from tests.support.chat_tokenizers import marked
 
-TALK = (Turn("system", "Be kind."), Turn("user", "Hi"), Turn("assistant", "Hello"), Turn("assistant", "!"))
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "So?"},
+    {"role": "assistant", "content": "!"},
+]
 
 
-def learnt_text(encoder: ChatEncoder, talk=TALK) -> str:
-    tokens, targets = encoder.encode(talk)
-    return ByteTokenizer().decode(tokens[targets == 1].tolist())
+def parsed(kind: str, **record: Any) -> Any:
+    return parse_record("data", "here", kind, record, "messages")
 
 
-def test_a_conversation_is_written_in_the_template_with_special_tokens():
-    tokens, targets = ChatEncoder(ByteTokenizer(), CHATML, ("assistant",)).encode(TALK[:2])
-    assert ByteTokenizer().decode(tokens.tolist()) == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+def section(tmp_path: Path, kind: str, records: list[Any], **keys: Any) -> DataConfig:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    fixed = {"cache_dir": str(tmp_path / "cache"), "seq_len": 256, "holdout": 0.0, "prefetch": 0}
+    return DataConfig(kind=kind, path=str(path), **{**fixed, **keys})
+
+
+def shown(config: DataConfig, **keys: Any) -> list[str]:
+    """Each document of a source, what carries loss in ⟦ ⟧."""
+    (store,), _ = open_sources(config, **keys)
+    documents = range(store.num_documents)
+    return [
+        marked(ByteTokenizer(), (store.read(i, 0, 9999), store.read_targets(i, 0, 9999))) for i in documents
+    ]
+
+
+def test_content_may_come_in_text_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = parsed("chat", messages=[{"role": "user", "content": parts}])
+    assert found.messages == ({"role": "user", "content": "ab"},)
+
+
+def test_nulls_count_as_absent_and_a_message_of_calls_needs_no_content() -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    found = parsed(
+        "chat",
+        messages=[
+            {"role": "user", "content": "a", "tool_calls": None, "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ],
+        tools=None,
     )
-    assert (tokens > 255).sum() == 4
-    assert len(targets) == len(tokens)
+    assert found == Conversation(
+        "data.path: here",
+        ({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}),
+    )
 
 
-def test_only_the_assistants_words_and_their_end_are_learnt():
-    assert learnt_text(ChatEncoder(ByteTokenizer(), CHATML, ("assistant",))) == "Hello<|im_end|>!<|im_end|>"
+def test_tools_may_be_written_as_json() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert parsed("chat", messages=TALK, tools=json.dumps(tools)).tools == tools
 
 
-def test_other_roles_are_learnt_on_request():
-    assert learnt_text(ChatEncoder(ByteTokenizer(), CHATML, ("user",))) == "Hi<|im_end|>"
-    everything = learnt_text(ChatEncoder(ByteTokenizer(), CHATML, ()))
-    assert everything == "Be kind.<|im_end|>Hi<|im_end|>Hello<|im_end|>!<|im_end|>"
+def test_the_prompt_of_a_completion_is_context() -> None:
+    assert parsed("completion", prompt="a", completion="b") == Completion("a", "b")
+    found = parsed("completion", prompt=TALK[:2], completion=TALK[2:3])
+    assert (found.num_context, list(found.messages)) == (2, TALK[:3])
 
 
-def test_a_message_cannot_write_special_tokens():
-    tokens, _ = ChatEncoder(ByteTokenizer(), CHATML, ()).encode((Turn("user", "<|im_end|>"),))
-    assert (tokens > 255).sum() == 2
+def test_a_preference_without_a_prompt_has_what_both_answers_begin_with() -> None:
+    other = [*TALK[:2], {"role": "assistant", "content": "Go."}]
+    found = parsed("preference", chosen=TALK[:3], rejected=other)
+    assert found == parsed("preference", prompt=TALK[:2], chosen=TALK[2:3], rejected=other[2:])
+    assert isinstance(found, Preference)
+    assert [answer.num_context for answer in found] == [2, 2]  # type: ignore[union-attr]
 
 
-def test_another_template_is_followed():
-    encoder = ChatEncoder(ByteTokenizer(), "{role}: {content}\n", ("assistant",))
-    tokens, _ = encoder.encode(TALK[1:3])
-    assert ByteTokenizer().decode(tokens.tolist()) == "user: Hi\nassistant: Hello\n"
-    assert learnt_text(encoder) == "Hello!"
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no list": ({"messages": "a"}, "expected a list of messages in `messages`, got 'a'"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "and a text `content`"),
+    "no tools": ({"messages": TALK, "tools": "[1"}, "expected JSON in `tools`"),
+    "wrong tools": ({"messages": TALK, "tools": ["a"]}, "expected a list of JSON schemas in `tools`"),
+    "variables": ({"messages": TALK, "chat_template_kwargs": 1}, "expected a table of variables"),
+}
 
 
-def test_content_may_come_in_text_parts():
-    value = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert parse_conversation("data", "here", value) == (Turn("user", "ab"),)
+@pytest.mark.parametrize("case", BAD)
+def test_a_record_that_is_no_chat_is_refused_with_its_place(case: str) -> None:
+    record, message = BAD[case]
+    with pytest.raises(ConfigError, match=rf"^data\.path: here: .*{message}.*; fix or remove the record$"):
+        parsed("chat", **record)
 
 
+def test_a_completion_of_text_and_messages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected `prompt` and `completion` both as text or both as mess"):
+        parsed("completion", prompt="a", completion=TALK)
+
+
+@requires_transformers
+def test_only_the_assistants_words_and_their_end_are_learnt(tmp_path: Path) -> None:
+    assert shown(section(tmp_path, "chat", [{"messages": TALK}])) == [
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "⟦Hello<|im_end|>⟧\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n⟦!<|im_end|>⟧\n"
+    ]
+
+
+@requires_transformers
+def test_completions_are_learnt_with_their_end(tmp_path: Path) -> None:
+    config = section(
+        tmp_path,
+        "completion",
+        [{"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": TALK[:4], "completion": TALK[4:]}],
+    )
+    text, chat = shown(config)
+    assert text == "1 + 1 =⟦ 2<|endoftext|>⟧"
+    assert chat.endswith(
+        "Hello<|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n⟦!<|im_end|>⟧\n"
+    )
+    assert chat.count("⟦") == 1, "an answer in the prompt is context"
+
+
+@requires_transformers
+def test_preferences_are_read_in_pairs_and_not_trained_on(tmp_path: Path) -> None:
+    config = section(tmp_path, "preference", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    assert shown(config, for_training=False) == ["a⟦b<|endoftext|>⟧", "a⟦c<|endoftext|>⟧"]
+    with pytest.raises(ConfigError, match=r"^data\.kind: expected data to train on, got preference, which"):
+        check_data(config)
+    with pytest.raises(ConfigError, match=r"^data\.kind: "):
+        build_data(config, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=1, seed=0)
+
+
+@requires_transformers
+def test_a_record_that_the_template_cannot_take_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
+    spelled = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "a"}]
+    records = [{"messages": TALK}, {"messages": spelled}]
+    with pytest.raises(ConfigError, match=r"data\.path: .*a\.jsonl:2: a message spells the special token"):
+        open_sources(section(tmp_path, "chat", records))
+    (store,), _ = open_sources(section(tmp_path, "chat", records, on_error="skip"))
+    assert (store.num_documents, store.dropped) == (1, {"records that cannot be read": 1})
+
+
+@requires_transformers
+def test_a_record_of_another_form_names_its_kind(tmp_path: Path) -> None:
+    config = section(tmp_path, "chat", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(ConfigError, match=r'no \'messages\' in the record, .*set data\.kind = "completion"'):
+        open_sources(config)
+
+
+@requires_transformers
+def test_another_template_is_another_data_set(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    prints = []
+    for end in ("\n", "\n\n"):
+        template.write_text(
+            "{% for m in messages %}{{ m.role + ': ' + m.content + '" + repr(end)[1:-1] + "' }}{% endfor %}"
+        )
+        config = section(tmp_path, "chat", [{"messages": TALK}], chat_template=str(template))
+        prints.append(open_sources(config)[0][0].fingerprint)
+    assert prints[0] != prints[1]
+
+
+@requires_transformers
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_the_loss_mask_of_a_batch_follows_the_turns(tmp_path, suffix):
-    talk = [{"role": turn.role, "content": turn.content} for turn in TALK]
-    if suffix == "jsonl":
-        (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": talk})] * 4))
-    else:
+def test_the_loss_mask_of_a_batch_follows_the_turns(tmp_path: Path, suffix: str) -> None:
+    config = section(tmp_path, "chat", [{"messages": TALK}] * 4)
+    if suffix == "parquet":
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        pq.write_table(pa.table({"messages": [talk] * 4}), tmp_path / "a.parquet")
-    config = DataConfig(
-        kind="chat",
-        path=str(tmp_path),
-        cache_dir=str(tmp_path / "cache"),
-        seq_len=256,
-        holdout=0.0,
-        prefetch=0,
-    )
+        pq.write_table(pa.table({"messages": [TALK] * 4}), tmp_path / "a.parquet")
+        (tmp_path / "a.jsonl").unlink()
+        config = DataConfig(**{**vars(config), "path": str(tmp_path)})
     stream = build_data(config, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=1, seed=0)
     (batch,) = stream.next_step()
-    labels = batch.labels_BS[batch.loss_mask_BS].tolist()
-    text = ByteTokenizer().decode(labels)
+    text = ByteTokenizer().decode(batch.labels_BS[batch.loss_mask_BS].tolist())
     assert text.startswith("Hello<|im_end|>!<|im_end|>Hello<|im_end|>")
     before = batch.tokens_BS[batch.loss_mask_BS].tolist()
     assert ByteTokenizer().decode(before[:6]) == "\nHello", "each is asked of the token before it"

@@ -24,7 +24,6 @@ BAD = {
     "pieces without shuffling": ({"piece_len": 4096, "shuffle": False}, r"data\.piece_len: only shuffled"),
     "no tokenizer": ({"tokenizer": ""}, r"data\.tokenizer: expected"),
     "ends for bytes": ({"eos_token": "</s>"}, r"data\.eos_token"),
-    "no content in chat": ({"chat_format": "{role}"}, r"data\.chat_format: expected \{content\} once"),
     "no path": ({"kind": "text"}, r"data\.path: expected a file, directory or glob for kind 'text'"),
     "unknown kind": ({"kind": "csv", "path": "a"}, r"data\.kind: expected one of python-stdlib"),
     "path for stdlib": ({"path": "a.txt"}, r"data\.path: python-stdlib .* takes no path"),
@@ -33,6 +32,19 @@ BAD = {
     "option of another kind": (
         {"kind": "jsonl", "path": "a", "separator": "|"},
         r"data\.separator: kind 'jsonl'",
+    ),
+    "a path and a dataset": (
+        {"kind": "chat", "path": "a", "dataset": "b"},
+        r"data\.dataset: expected a path or a dataset, got 'a' and 'b'",
+    ),
+    "a dataset of files": ({"kind": "jsonl", "dataset": "b"}, r"data\.dataset: kind 'jsonl' does not use it"),
+    "a split of a path": (
+        {"kind": "chat", "path": "a", "split": "b"},
+        r"data\.split: belongs to data\.dataset",
+    ),
+    "a glob of a dataset": (
+        {"kind": "chat", "dataset": "a", "glob": "b"},
+        r"data\.glob: belongs to data\.path",
     ),
     "zero weight": (
         {"sources": (SourceConfig(path="a", weight=0.0),)},
@@ -67,6 +79,10 @@ def test_everything_wrong_is_reported_together():
         DataConfig(seq_len=0, holdout=2.0, sources=(SourceConfig(weight=0.0),))
     keys = [line.split(":")[0] for line in caught.value.problems]
     assert keys == ["data.seq_len", "data.holdout", "data.sources[0].path", "data.sources[0].weight"]
+
+
+def test_a_text_of_a_dataset_may_be_in_any_column():
+    assert DataConfig(kind="text", dataset="a", field="body").field == "body"
 
 
 def test_the_default_section_needs_no_files():

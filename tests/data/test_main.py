@@ -59,6 +59,7 @@ def test_a_model_folder_is_previewed_with_its_own_tokenizer(tmp_path, monkeypatc
     assert "word2 ⟦word3 word4" in output or "⟦ word3 word4" in output
 
 
+@requires_transformers
 def test_the_loss_of_a_chat_is_shown_where_it_is(tmp_path, monkeypatch, capsys):
     chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day \x1b[31m"}]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(20)))
@@ -75,4 +76,22 @@ def test_the_loss_of_a_chat_is_shown_where_it_is(tmp_path, monkeypatch, capsys):
     run(monkeypatch, *config, "--show", "3", "--data.seq_len", "32", "--data.chat_loss_roles", "user")
     output = capsys.readouterr().out
     assert "row 3: 32 tokens" in output
-    assert "⟦Hello?<|im_end|>⟧" in output
+    assert "⟦user⏎\n    Hello?<|im_end|>⟧" in output, "the whole turn, but for the first token of a document"
+
+
+@requires_transformers
+def test_pairs_are_shown_one_below_the_other(tmp_path, monkeypatch, capsys):
+    prompt = [{"role": "user", "content": "Hello?"}]
+    answers = {name: [{"role": "assistant", "content": f"The {name} one"}] for name in ("chosen", "rejected")}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps({"prompt": prompt, **answers}) + "\n") * 3)
+    (tmp_path / "run.toml").write_text(
+        f'[data]\nkind = "preference"\npath = "{tmp_path}/pairs.jsonl"\ncache_dir = "{tmp_path}/cache"\n'
+    )
+    run(monkeypatch, "--config", str(tmp_path / "run.toml"), "--show", "2")
+    output = capsys.readouterr().out
+    assert "pairs.jsonl: 3 pairs" in output
+    for pair in (1, 2):
+        for name in answers:
+            after = output.partition(f"pair {pair}, {name}: ")[2]
+            assert after.partition("⟦")[2].startswith(f"The {name} one<|im_end|>⟧")
+    assert "pair 3" not in output

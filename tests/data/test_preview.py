@@ -21,7 +21,7 @@ def a_batch() -> Batch:
 
 
 def shown(batch: Batch, most: int = 0, tokenizer: ByteTokenizer | None = None) -> list[str]:
-    return row_text(batch, 0, tokenizer or ByteTokenizer(), number=1, most=most).plain.splitlines()
+    return row_text(batch, 0, tokenizer or ByteTokenizer(), title="row 1", most=most).plain.splitlines()
 
 
 def test_what_is_predicted_is_marked_and_documents_are_apart() -> None:
@@ -38,7 +38,7 @@ def test_what_is_predicted_is_marked_and_documents_are_apart() -> None:
 
 
 def test_ids_stand_for_a_tokenizer_that_is_not_at_hand() -> None:
-    text = row_text(a_batch(), 0, None, number=1, most=0).plain
+    text = row_text(a_batch(), 0, None, title="row 1", most=0).plain
     assert "    104⟦ 105 36⟧" in text
 
 
@@ -59,7 +59,7 @@ def test_a_character_in_two_pieces_is_whole_in_one_of_them() -> None:
 
 
 def test_colours_come_on_a_terminal_only() -> None:
-    text = row_text(a_batch(), 0, ByteTokenizer(), number=1, most=0)
+    text = row_text(a_batch(), 0, ByteTokenizer(), title="row 1", most=0)
     for is_terminal in (True, False):
         console = Console(force_terminal=is_terminal, color_system="standard" if is_terminal else None)
         with console.capture() as captured:

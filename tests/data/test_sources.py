@@ -254,9 +254,9 @@ BAD_FILES = {
         r"data\.vocab_size: expected at least the tokenizer's 264, got 100",
     ),
     "unknown marker": (
-        {"kind": "chat", "path": "a.jsonl", "chat_format": "<turn>{content}"},
-        {"a.jsonl": "{}"},
-        r"data\.chat_format: .*<turn>",
+        {"kind": "chat", "path": "a.jsonl", "chat_template": "own.jinja"},
+        {"a.jsonl": "{}", "own.jinja": "<|turn|>{{ messages[0].content }}"},
+        r"data\.chat_template: own\.jinja writes <\|turn\|>, which the tokenizer has no tokens for",
     ),
     "message without role": (
         {"kind": "chat", "path": "a.jsonl"},

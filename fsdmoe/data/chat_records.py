@@ -1,0 +1,169 @@
+"""Records of chats: the messages, tools and fields that a chat template reads.
+
+A record has one of three forms, by the kind of its source:
+
+    chat         messages                      [{"role": "user", "content": "..."}, ...]
+    completion   prompt, completion            two texts, or two lists of messages
+    preference   [prompt,] chosen, rejected    texts or messages; without a prompt, what both begin with
+
+Next to these a record may have `tools`, a list of JSON schemas, and `chat_template_kwargs`, further variables
+of the template. A message may have more than role and content: `tool_calls`, `reasoning_content`, whatever
+the template knows. Its `null`s count as absent, since tables of records fill columns with them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fsdmoe.errors import ConfigError
+
+Message = dict[str, Any]
+FIELDS = {"chat": ("messages",), "completion": ("prompt", "completion"), "preference": ("chosen", "rejected")}
+"""What a record of each kind must have."""
+OPTIONAL_FIELDS = ("prompt", "tools", "chat_template_kwargs")
+
+# Roles are written into the markup, where a marker would be special: a record must not insert one.
+_ROLE = re.compile(r"[\w-]+")
+
+
+class Conversation(NamedTuple):
+    """Messages for a template."""
+
+    where: str
+    """How messages about it begin: the key and the record's place."""
+    messages: tuple[Message, ...]
+    tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] | None = None
+    """Of the template, besides messages and tools."""
+    num_context: int = 0
+    """How many of the messages are only context: they never carry loss."""
+
+
+class Completion(NamedTuple):
+    """A text to go on from, and how it goes on."""
+
+    prompt: str
+    completion: str
+
+
+class Preference(NamedTuple):
+    """Two answers to the same prompt, the better one first."""
+
+    chosen: Conversation | Completion
+    rejected: Conversation | Completion
+
+
+Content = str | Conversation | Completion | Preference
+
+
+def parse_record(key: str, where: str, kind: str, record: Mapping[str, Any], field: str) -> Content:
+    """The chat of a record that has the fields of its kind; `field` holds the messages of a `chat`."""
+    if kind == "chat":
+        return _Parser(key, where, record).conversation(field, [], record[field])
+    if kind == "completion":
+        return _Parser(key, where, record).answer(record["prompt"], "completion", record["completion"])
+    chosen, rejected = record["chosen"], record["rejected"]
+    prompt = record.get("prompt")
+    if prompt is None:
+        prompt, chosen, rejected = _shared_beginning(chosen, rejected)
+    answers = {"chosen": chosen, "rejected": rejected}
+    parser = _Parser(key, where, record)
+    return Preference(*(parser.answer(prompt, name, value) for name, value in answers.items()))
+
+
+def texts_of(content: Content) -> list[str]:
+    """All text of a chat, to measure and to check."""
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, Completion):
+        return [*content]
+    if isinstance(content, Preference):
+        return [text for answer in content for text in texts_of(answer)]
+    return [json.dumps([content.messages, content.tools], ensure_ascii=False)]
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a table, where keys that some rows have are null in all others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+class _Parser:
+    """Reads the fields of one record."""
+
+    def __init__(self, key: str, where: str, record: Mapping[str, Any]) -> None:
+        self._key = key
+        self._where = where
+        self._record = record
+
+    def answer(self, prompt: Any, name: str, value: Any) -> Conversation | Completion:
+        """A prompt and what follows it: both texts, or both messages."""
+        if isinstance(prompt, str) and isinstance(value, str):
+            return Completion(prompt, value)
+        if not isinstance(prompt, list) or not isinstance(value, list):
+            raise self._refused(f"`prompt` and `{name}` both as text or both as messages", [prompt, value])
+        return self.conversation(name, prompt, value)
+
+    def conversation(self, name: str, context: list[Any], value: Any) -> Conversation:
+        if not isinstance(value, list) or not value:
+            raise self._refused(f"a list of messages in `{name}`", value)
+        messages = tuple(self._message(number, each) for number, each in enumerate([*context, *value]))
+        where = f"{self._key}.path: {self._where}"
+        variables = self._record.get("chat_template_kwargs")
+        if not isinstance(variables, dict | None):
+            raise self._refused("a table of variables in `chat_template_kwargs`", variables)
+        return Conversation(where, messages, self._tools(), variables, len(context))
+
+    def _message(self, number: int, value: Any) -> Message:
+        message = (
+            {name: each for name, each in value.items() if each is not None}
+            if isinstance(value, dict)
+            else {}
+        )
+        role, content = message.get("role"), _content(message)
+        if not isinstance(role, str) or not _ROLE.fullmatch(role) or content is None:
+            raise ConfigError(
+                f"{self._key}.path: {self._where}: message {number} needs a `role` (one word) and a text "
+                f"`content`, got {value!r:.80}; fix or remove the record"
+            )
+        return {**message, "content": content}
+
+    def _tools(self) -> list[dict[str, Any]] | None:
+        tools = self._record.get("tools") or None
+        if isinstance(
+            tools, str
+        ):  # columns of a table cannot hold schemas that differ, so they are text there
+            try:
+                tools = json.loads(tools) or None
+            except ValueError as error:
+                raise self._refused("JSON in `tools`", tools) from error
+        if tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            return tools
+        raise self._refused("a list of JSON schemas in `tools`", tools)
+
+    def _refused(self, expected: str, got: Any) -> ConfigError:
+        return ConfigError(
+            f"{self._key}.path: {self._where}: expected {expected}, got {got!r:.60}; fix or remove the record"
+        )
+
+
+def _content(message: Message) -> str | None:
+    """Text, or text parts. A message that only calls tools has none, which templates take as an empty one."""
+    value = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(value, str) or not isinstance(value, list):
+        return value if isinstance(value, str) else None
+    parts = [part.get("text") if isinstance(part, dict) else None for part in value]
+    return "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+
+
+def _shared_beginning(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """A pair without a prompt: the messages that both begin with, and what is left of each."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        return ("", chosen, rejected) if isinstance(chosen, str) else ([], chosen, rejected)
+    most = min(len(chosen), len(rejected)) - 1  # what differs is an answer, if only in its last message
+    shared = next((i for i in range(most) if chosen[i] != rejected[i]), max(most, 0))
+    return chosen[:shared], chosen[shared:], rejected[shared:]
