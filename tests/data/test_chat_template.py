@@ -12,9 +12,14 @@ from fsdmoe.data.chat_records import Conversation
 from fsdmoe.data.tokenizer import load_tokenizer
 from fsdmoe.errors import ConfigError
 from fsdmoe.testing import requires_transformers
-from tests.support.chat_tokenizers import assistant, build_tokenizer, marked, released_template, talk, user
+from tests.support.chat_tokenizers import assistant, build_tokenizer, marked, released_template, user
 
 pytestmark = requires_transformers
+
+
+def talk(*messages: dict[str, Any], **keys: Any) -> Conversation:
+    return Conversation("data.path: here", messages, **keys)
+
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TOOLS = [
@@ -39,8 +44,8 @@ TALKS = {
     "tools": talk(user("Rome?"), assistant("", tool_calls=[CALL]), SUN, assistant("Sunny."), tools=TOOLS),
     "calls": talk(user("Rome?"), assistant("", tool_calls=[CALL]), SUN, assistant("Sunny.")),
     "thinking": talk(
-        user("Hi"), assistant("Yes", reasoning_content="Hm."),
-        user("Why?"), assistant("So", reasoning_content="Ah."),
+        user("Hi"), assistant("Yes", reasoning_content="Hm.", thinking="Hm."),  # under both names in use
+        user("Why?"), assistant("So", reasoning_content="Ah.", thinking="Ah."),
     ),
 }  # fmt: skip
 

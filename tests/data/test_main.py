@@ -9,6 +9,7 @@ import pytest
 
 from fsdmoe.data.__main__ import main
 from fsdmoe.testing import requires_transformers
+from tests.support.chat_tokenizers import assistant, build_tokenizer, released_template, user
 from tests.support.hf_tiny import tiny_config
 
 
@@ -77,6 +78,22 @@ def test_the_loss_of_a_chat_is_shown_where_it_is(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "row 3: 32 tokens" in output
     assert "⟦user⏎\n    Hello?<|im_end|>⟧" in output, "the whole turn, but for the first token of a document"
+
+
+@requires_transformers
+def test_a_chat_is_shown_as_the_models_own_template_writes_it(tmp_path, monkeypatch, capsys):
+    tokenizer = build_tokenizer("qwen", released_template("qwen3"))
+    tiny_config("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "hf")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    record = {"messages": [user("Rome?"), assistant("Sunny.", reasoning_content="I think")]}
+    (tmp_path / "chat.jsonl").write_text((json.dumps(record) + "\n") * 20)
+    (tmp_path / "run.toml").write_text(
+        f'[model]\nhf = "{tmp_path}/hf"\n[data]\nkind = "chat"\npath = "{tmp_path}/chat.jsonl"\n'
+        f'seq_len = 64\nholdout = 0.0\ncache_dir = "{tmp_path}/cache"\n'
+    )
+    run(monkeypatch, "--config", str(tmp_path / "run.toml"), "--steps", "0", "--global-batch-size", "4")
+    shown = "assistant⏎ ⟦<think>⏎ I think⏎ </think>⏎ ⏎ Sunny.<|im_end|>⟧⏎"
+    assert shown in " ".join(capsys.readouterr().out.split())
 
 
 @requires_transformers

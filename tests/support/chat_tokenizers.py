@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.data.chat_records import Conversation
-
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LLAMA = (
     "<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
@@ -76,10 +74,6 @@ def marked(tokenizer: Any, document: tuple[Any, Any]) -> str:
         piece = tokenizer.decode([int(token) for token, _ in tokens])
         text += f"⟦{piece}⟧" if has_loss else piece
     return text
-
-
-def talk(*messages: dict[str, Any], **keys: Any) -> Conversation:
-    return Conversation("data.path: here", messages, **keys)
 
 
 def user(content: str) -> dict[str, Any]:
