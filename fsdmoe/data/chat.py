@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdmoe.data.chat_records import Completion, Content, Conversation, Message, Preference, texts_of
-from fsdmoe.data.chat_template import ChatTemplate, IntArray, Written
+from fsdmoe.data.chat_template import ChatTemplate, IntArray
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.errors import ConfigError
@@ -37,12 +37,12 @@ _ASSISTANT = "assistant"
 
 
 class LearntTurn(NamedTuple):
-    """A turn that carries loss, and the conversation up to it."""
+    """A turn that carries loss, in the text of the conversation up to it."""
 
-    written: Written
+    text: str
     start: int
     end: int
-    """Its tokens that carry loss, [start, end)."""
+    """The range of it that carries loss."""
     is_closed: bool
     """Whether it ends with a special token of its own."""
 
@@ -95,7 +95,7 @@ class ChatEncoder:
                 "may write; give reasoning and tool calls as fields of the message, or remove the record"
             )
         talk = self._template.with_arguments(talk)
-        whole = self._template.write(talk)
+        whole = self._template.render(talk)
         learnt = [
             number
             for number, message in enumerate(talk.messages)
@@ -107,68 +107,67 @@ class ChatEncoder:
             # A template may leave out the reasoning of earlier turns: then it is learnt turn by turn.
             is_complete = not any(_left_out(talk.messages[number], whole.text) for number in learnt)
             if is_complete:
-                return [(whole.ids, _between_markers(whole))]
-        turns = [self._turn(talk, number, whole) for number in learnt]
-        if all(np.array_equal(whole.ids[: turn.end], turn.written.ids[: turn.end]) for turn in turns):
-            return [self._document(whole, turns)]
-        return [self._document(turn.written, [turn]) for turn in turns]
+                return [self._document(whole.text, whole.generated)]
+        turns = [self._turn(talk, number) for number in learnt]
+        if all(whole.text.startswith(turn.text[: turn.end]) for turn in turns):
+            return [self._of_turns(whole.text, turns)]
+        return [self._of_turns(turn.text, [turn]) for turn in turns]
 
-    def _turn(self, talk: Conversation, number: int, whole: Written) -> LearntTurn:
+    def _turn(self, talk: Conversation, number: int) -> LearntTurn:
         """Compares the conversation up to a turn with the one that asks for it."""
-        is_assistant = talk.messages[number]["role"] == _ASSISTANT
-        written = whole if number + 1 == len(talk.messages) else self._template.write(talk, number + 1)
-        start = self._start(talk, number, written, is_assistant=is_assistant)
-        if left_out := _left_out(talk.messages[number], written.text):
+        text = self._template.render(talk, number + 1).text
+        start = self._start(talk, number, text)
+        if left_out := _left_out(talk.messages[number], text):
             raise ConfigError(
                 f"{talk.where}: the chat template does not write the {left_out} of message {number}; name "
                 "one that does (data.chat_template), or remove it from the record"
             )
-        special = np.flatnonzero(np.isin(written.ids, self._template.special_ids))
-        end = int(special[-1]) + 1 if special.size else 0
-        is_closed = end > start and not written.text[written.ends[end - 1] :].strip()
-        return LearntTurn(written, start, end if is_closed else len(written.ids), is_closed)
+        end = len(text.rstrip())
+        is_closed = end > start and self._template.is_closed(text[:end])
+        return LearntTurn(text, start, end if is_closed else len(text), is_closed)
 
-    def _start(self, talk: Conversation, number: int, written: Written, *, is_assistant: bool) -> int:
-        """The first token of a turn that is its own, and not of what asks for it."""
+    def _start(self, talk: Conversation, number: int, text: str) -> int:
+        """Where what a turn adds to the text begins, after what asks for it."""
+        is_assistant = talk.messages[number]["role"] == _ASSISTANT
         if number == 0 and is_assistant and self._loss_roles:
             raise ConfigError(
                 f"{talk.where}: the conversation begins with the assistant, and nothing tells where its "
                 "answer begins; put a message before it, or remove the record"
             )
-        prompt = self._template.text(talk, number, prompt=is_assistant) if number else ""
-        if written.text.startswith(prompt):
-            return int(np.searchsorted(written.ends, len(prompt), side="right"))
-        if not written.text.startswith(self._template.text(talk, number)):
+        prompt = self._template.render(talk, number, prompt=is_assistant).text if number else ""
+        if text.startswith(prompt):
+            return len(prompt)
+        if not text.startswith(self._template.render(talk, number).text):
             raise ConfigError(
                 f"{talk.where}: the chat template writes the messages before message {number} differently "
                 "with it than without it, so nothing tells where it begins; name a template with generation "
                 "markers (data.chat_template), or remove the record"
             )
-        # The prompt opens reasoning that the turn does not have: what they share is the prompt of this turn.
-        return _common_prefix(written.ids, self._template.write(talk, number, prompt=True).ids)
+        # The prompt opens reasoning that the turn does not have. What they share, whole tokens, asks for it.
+        written = self._template.tokens(text)
+        shared = _common_prefix(written.ids, self._template.tokens(prompt).ids)
+        return int(written.ends[shared - 1]) if shared else 0
 
-    def _document(self, written: Written, turns: Sequence[LearntTurn]) -> Document:
-        ids = written.ids
-        if turns and turns[-1].end == len(ids) and not turns[-1].is_closed:
-            ids = np.append(ids, self._tokenizer.eos_id)
-        targets = np.zeros(len(ids), np.uint8)
-        for turn in turns:
-            is_ended = turn.is_closed or ids[turn.end] not in (
-                *self._template.special_ids,
-                self._tokenizer.eos_id,
-            )
-            targets[turn.start : turn.end if is_ended else turn.end + 1] = 1
+    def _of_turns(self, text: str, turns: Sequence[LearntTurn]) -> Document:
+        """A conversation, or one up to a turn, with loss on these turns and on what ends them."""
+        ends = [
+            turn.end if turn.is_closed else self._template.after_special(text, turn.end) for turn in turns
+        ]
+        ids, targets = self._document(
+            text, [(turn.start, end) for turn, end in zip(turns, ends, strict=True)]
+        )
+        if turns and not turns[-1].is_closed and ends[-1] == len(text):
+            return np.append(ids, self._tokenizer.eos_id), np.append(targets, np.uint8(1))
         return ids, targets
 
-
-def _between_markers(whole: Written) -> npt.NDArray[np.uint8]:
-    """Tokens with a part between the markers. Some tokenizers leave white space out of a token's place: what
-    consists of nothing else is taken to have the character before its end."""
-    targets = np.zeros(len(whole.ids), np.uint8)
-    begins = np.minimum(whole.begins, whole.ends - 1)
-    for start, stop in whole.generated:
-        targets[(whole.ends > start) & (begins < stop)] = 1
-    return targets
+    def _document(self, text: str, ranges: Sequence[tuple[int, int]]) -> Document:
+        """Loss is on tokens with a part in one of the ranges. Some tokenizers leave white space out of a
+        token's place: what consists of nothing else is taken to have the character before its end."""
+        ids, begins, ends = self._template.tokens(text)
+        targets = np.zeros(len(ids), np.uint8)
+        for start, stop in ranges:
+            targets[(ends > start) & (np.minimum(begins, ends - 1) < stop)] = 1
+        return ids, targets
 
 
 def _common_prefix(one: IntArray, other: IntArray) -> int:

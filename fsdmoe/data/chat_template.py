@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdmoe.data.chat_records import Conversation, Message
-from fsdmoe.data.tokenizer import BYTE_SPECIALS, tokenizer_path
+from fsdmoe.data.tokenizer import BYTE_SPECIALS, Tokenizer, tokenizer_path
 from fsdmoe.errors import ConfigError
 
 try:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
     from transformers import PreTrainedTokenizerFast
     from transformers.utils.chat_template_utils import render_jinja_template
 except ImportError as error:
@@ -35,16 +37,20 @@ _MARKER = re.compile(r"<[|｜][^<>{}\s'\"]+[|｜]>")
 IntArray = npt.NDArray[np.int64]
 
 
-class Written(NamedTuple):
+class Rendered(NamedTuple):
     """A conversation as the template writes it."""
 
     text: str
+    generated: tuple[tuple[int, int], ...]
+    """The ranges of it between the template's generation markers."""
+
+
+class Tokens(NamedTuple):
+    """A text in tokens, each with its place there."""
+
     ids: IntArray
     begins: IntArray
     ends: IntArray
-    """Of each token in the text."""
-    generated: tuple[tuple[int, int], ...]
-    """The ranges of the text between the template's generation markers."""
 
 
 class ChatTemplate:
@@ -61,15 +67,24 @@ class ChatTemplate:
         if template or tokenizer == "bytes":
             self._tokenizer.chat_template = _read(template or "chatml")
             self._require_markers(template)
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                f"data.chat_template: the tokenizer {tokenizer} has no chat template of its own; name a "
-                'Jinja file, or "chatml"'
-            )
         self._names: dict[str, Any] = {**self._tokenizer.special_tokens_map, **names}
-        specials = {i: token for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        self.special_ids = np.array(sorted(specials), np.int64)
-        self._specials = re.compile("|".join(re.escape(token.content) for token in specials.values()) or "$^")
+        specials = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._special = "|".join(map(re.escape, longest_first)) or "(?!)"
+
+    def check(self, tokenizer: Tokenizer, *, is_needed: bool) -> None:
+        """Refuse what would fail with the first record, or write ids that the run does not know of."""
+        if is_needed and not self._tokenizer.chat_template:
+            raise ConfigError(
+                "data.chat_template: the tokenizer has no chat template of its own; name a Jinja file, or "
+                '"chatml"'
+            )
+        num_ids = max(self._tokenizer.get_vocab().values()) + 1
+        if num_ids > tokenizer.vocab_size:
+            raise ConfigError(
+                f"data.tokenizer: its tokenizer_config.json adds tokens up to {num_ids - 1}, tokenizer.json "
+                f"ends with {tokenizer.vocab_size - 1}; save both again with save_pretrained"
+            )
 
     @property
     def facts(self) -> list[Any]:
@@ -82,29 +97,33 @@ class ChatTemplate:
 
     def spelled(self, text: str) -> str | None:
         """A special token that this text spells out."""
-        found = self._specials.search(text)
+        found = re.search(self._special, text)
         return found and found.group()
 
-    def write(self, talk: Conversation, stop: int | None = None, *, prompt: bool = False) -> Written:
-        """The first `stop` messages; with `prompt`, and what opens an answer to them."""
-        text, generated = self._render(talk, talk.messages[:stop], prompt=prompt)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-        ids = np.array(encoded["input_ids"], np.int64)
-        return Written(text, ids, offsets[:, 0], offsets[:, 1], generated)
+    def is_closed(self, text: str) -> bool:
+        """Whether the text ends with a special token."""
+        return re.search(f"({self._special})\\Z", text) is not None
 
-    def text(self, talk: Conversation, stop: int, *, prompt: bool = False) -> str:
-        """What `write` would write, not tokenised."""
-        return self._render(talk, talk.messages[:stop], prompt=prompt)[0]
+    def after_special(self, text: str, place: int) -> int:
+        """The end of the special token that begins at this place, or the place."""
+        found = re.compile(self._special).match(text, place)
+        return found.end() if found else place
+
+    def tokens(self, text: str) -> Tokens:
+        """What the template wrote, in which special tokens are special."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        places = np.fromiter(chain.from_iterable(encoded["offset_mapping"]), np.int64)
+        return Tokens(np.array(encoded["input_ids"], np.int64), places[::2], places[1::2])
+
+    def render(self, talk: Conversation, stop: int | None = None, *, prompt: bool = False) -> Rendered:
+        """The first `stop` messages; with `prompt`, and what opens an answer to them."""
+        return self._render(talk, talk.messages[:stop], prompt=prompt)
 
     def _template_of(self, talk: Conversation) -> str:
         """A tokenizer may have one more template, for conversations with tools."""
         return str(self._tokenizer.get_chat_template(tools=talk.tools))
 
-    def _render(
-        self, talk: Conversation, messages: Sequence[Message], *, prompt: bool = False
-    ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The text, and its ranges between generation markers."""
+    def _render(self, talk: Conversation, messages: Sequence[Message], *, prompt: bool = False) -> Rendered:
         render: Any = render_jinja_template  # annotated as returning a text
         try:
             (text,), ranges = render(
@@ -116,7 +135,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"{talk.where}: the chat template cannot write it ({error}); fix or remove the record"
             ) from error
-        return text, tuple(ranges[0]) if ranges else ()
+        return Rendered(text, tuple(ranges[0]) if ranges else ())
 
     def with_arguments(self, talk: Conversation) -> Conversation:
         """The same with the arguments of tool calls as the template takes them: objects, or JSON text."""
@@ -160,7 +179,7 @@ class ChatTemplate:
 def _load(path: Path | None) -> PreTrainedTokenizerFast:
     if path is None:
         # The ids of the byte tokenizer: a vocabulary of bytes that every character falls back to.
-        backend = Tokenizer(models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True))
+        backend = Backend(models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True))
         backend.add_special_tokens(list(BYTE_SPECIALS))
         return PreTrainedTokenizerFast(tokenizer_object=backend)
     if path.name != "tokenizer.json":

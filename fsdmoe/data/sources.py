@@ -115,7 +115,8 @@ def _fitting_tokenizer(config: DataConfig) -> Tokenizer:
 
 def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | None:
     """None where there are no chats."""
-    if not any(source.kind in FIELDS for _, source in keyed_sources(config)):
+    kinds = {source.kind for _, source in keyed_sources(config)} & FIELDS.keys()
+    if not kinds:
         return None
     # Optional dependencies: imported only when chosen.
     from fsdmoe.data.chat import ChatEncoder
@@ -124,6 +125,7 @@ def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | Non
     names = {"bos_token": config.bos_token, "eos_token": config.eos_token}
     given = {name: token for name, token in names.items() if token}
     template = ChatTemplate(config.tokenizer, config.chat_template, given)
+    template.check(tokenizer, is_needed="chat" in kinds)
     return ChatEncoder(tokenizer, template, config.chat_loss_roles)
 
 

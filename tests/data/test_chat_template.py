@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fsdmoe.data import DataConfig
 from fsdmoe.data.chat_records import Conversation
+from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import load_tokenizer
 from fsdmoe.errors import ConfigError
 from fsdmoe.testing import requires_transformers
-from tests.support.chat_tokenizers import assistant, build_tokenizer, marked, released_template, user
+from tests.support.chat_tokenizers import (
+    assistant,
+    build_tokenizer,
+    marked,
+    released_template,
+    released_templates,
+    user,
+)
 
 pytestmark = requires_transformers
 
@@ -223,6 +234,31 @@ def _with_text_arguments(told: Conversation) -> Conversation:
     return told._replace(messages=tuple(messages))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", released_templates())
+def test_every_released_template_is_written_as_it_is_or_refused_by_name(tmp_path: Path, name: str) -> None:
+    template = released_template(name)
+    tokenizer = build_tokenizer("llama", template)
+    markers = re.findall(r"<[|｜][^<>{}\s'\"]+[|｜]>|<\|?\w+\|?>(?=['<\\])", template)
+    tokenizer.add_tokens(sorted(set(markers)), special_tokens=True)
+    told = talk(user("Hi"), assistant("Sunny"))
+    encoder = encoder_of(tokenizer, tmp_path)
+    if name.startswith(("smolvlm", "idefics3", "llava_next")):  # they take lists of parts, for images
+        with pytest.raises(ConfigError, match=r"the chat template (does not|cannot) write"):
+            encoder.encode(told)
+        return
+    (document,) = encoder.encode(told)
+    applied = tokenizer.apply_chat_template(list(told.messages), return_dict=False)
+    assert document[0].tolist()[: len(applied)] == applied
+    assert [tokenizer.eos_token_id] * (len(document[0]) - len(applied)) == document[0].tolist()[
+        len(applied) :
+    ]
+    marks = marked(tokenizer, document)
+    assert marks.count("⟦") == 1
+    assert "Sunny" in marks.partition("⟦")[2].partition("⟧")[0]
+    assert "Hi" in marks.partition("⟦")[0]
+
+
 def test_a_templates_own_mask_is_taken_as_it_is(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("qwen", released_template("qwen3_training"))
     ((tokens, targets),) = encoder_of(tokenizer, tmp_path).encode(TALKS["turns"])
@@ -290,9 +326,37 @@ def test_a_named_template_needs_the_tokens_of_its_markers(tmp_path: Path) -> Non
         encoder_of(tokenizer, tmp_path, str(tmp_path / "nowhere.jinja"))
 
 
-def test_a_tokenizer_without_a_template_asks_for_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.chat_template: .* has no chat template of its own"):
-        encoder_of(build_tokenizer("qwen", None), tmp_path)
+def test_a_tokenizer_without_a_template_asks_for_one_for_messages_alone(tmp_path: Path) -> None:
+    build_tokenizer("qwen", None).save_pretrained(tmp_path)
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "b"}'
+    )
+    keys = {
+        "tokenizer": str(tmp_path),
+        "path": str(tmp_path / "a.jsonl"),
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    open_sources(DataConfig(kind="completion", **keys))
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: .* has no chat template of its own; name"):
+        open_sources(DataConfig(kind="chat", **keys))
+
+
+def test_tokens_that_only_one_of_the_tokenizers_files_has_are_refused(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("qwen", released_template("qwen3"))
+    tokenizer.save_pretrained(tmp_path)
+    before = (tmp_path / "tokenizer.json").read_bytes()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path)
+    after = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    number = len(tokenizer) - 1
+    added = {str(number): {"content": "<new>", "special": False}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**after, "added_tokens_decoder": added}))
+    (tmp_path / "tokenizer.json").write_bytes(before)
+    keys = {"tokenizer": str(tmp_path), "path": str(tmp_path), "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(
+        ConfigError, match=rf"data\.tokenizer: .* adds tokens up to {number}, tokenizer\.json"
+    ):
+        open_sources(DataConfig(kind="chat", **keys))
 
 
 def test_the_template_for_tools_is_used_where_a_tokenizer_has_two(tmp_path: Path) -> None:
@@ -322,10 +386,11 @@ def test_other_roles_are_learnt_with_their_whole_turn_and_context_never(tmp_path
     }
 
 
-def test_the_byte_tokenizer_writes_its_own_ids(tmp_path: Path) -> None:
+def test_the_byte_tokenizer_writes_its_own_ids() -> None:
     from fsdmoe.data.chat_template import ChatTemplate
 
-    text = ChatTemplate("bytes", "", {}).write(talk(user("é\x00\n😀")))
-    plain = load_tokenizer("bytes")
-    assert plain.decode(text.ids.tolist()) == text.text
-    assert np.flatnonzero(text.ids > 255).size == 2
+    template = ChatTemplate("bytes", "", {})
+    text = template.render(talk(user("é\x00\n😀"))).text
+    ids = template.tokens(text).ids
+    assert load_tokenizer("bytes").decode(ids.tolist()) == text
+    assert np.flatnonzero(ids > 255).size == 2
