@@ -6,7 +6,6 @@
         Hello<|im_end|>⏎
         <|im_start|>assistant⏎
         ⟦Good day<|im_end|>⟧⏎
-        <|endoftext|>
 
 A token is marked where it is to be predicted: its loss is computed at the token before it, which has it as a
 label. The first token of a document is never predicted, that of a document which a row cut belongs to the row
@@ -74,6 +73,7 @@ def row_text(batch: Batch, row: int, tokenizer: Tokenizer | None, *, title: str,
             if has_loss:
                 shown = f"{OPENING}{shown}{CLOSING}"
             text.append(shown, "green" if has_loss else "dim")
+        text.remove_suffix("\n    ")  # of a document that ends with a line break
     return text
 
 
