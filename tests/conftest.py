@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--draw", type=int, metavar="N", help="N cases marked full, drawn at random, in that order"
     )
     group.addoption("--seed", type=int, default=0, metavar="S", help="of --draw: which cases, in which order")
+    group.addoption("--pictures", metavar="FOLDER", help="tests in a browser leave their pictures there")
 
 
 @pytest.hookimpl(trylast=True)  # whatever else orders tests has done so
