@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-full test-gpu check docs format clean
+.PHONY: setup train test test-full test-gpu check docs pictures format clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,9 @@ check: setup
 docs: export NO_MKDOCS_2_WARNING := 1  # a notice of the theme about its successor
 docs: setup  # the site, in site/; a broken link or a page outside of the navigation fails it
 	$(BIN)/mkdocs build --quiet
+
+pictures: setup  # of the pages, for docs/, from their tests in a browser; needs Chromium
+	$(BIN)/python -m pytest tests/behaviour/test_plan_page.py -k width --pictures docs/pictures
 
 format: setup
 	$(BIN)/ruff format .

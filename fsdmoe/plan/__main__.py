@@ -28,8 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
     request = Request(
-        options.model, options.gpus, options.gpu, options.seq, options.tokens_per_step, options.fabric, fixed
-    )
+        options.model, options.gpus, options.gpu, options.seq, options.tokens_per_step, options.fabric, fixed,
+        options.host_memory,
+    )  # fmt: skip
     try:
         wanted, ranking = answer(request)
     except (ConfigError, ImportError) as error:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps(ranking_values(ranking, wanted, request, options.top), indent=2))
         else:
-            print_ranking(ranking, request, options.top)
+            print_ranking(ranking, wanted, request, options.top)
     return 0
 
 
@@ -62,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seq", type=int, help="tokens of a row; else the file's, or 4096")
     made.add_argument("--tokens-per-step", type=int, help="else the file's batch, or about four million")
     made.add_argument("--fabric", help=f"network between domains: {', '.join(FABRICS)}")
+    made.add_argument(
+        "--host-memory", type=int, metavar="GIB", help="of the host, for each GPU; else what is usual for it"
+    )
     for axis in ("tp", "cp", "ep", "dp-outer"):
         made.add_argument(f"--{axis}", type=int, help=f"fix mesh.{axis.replace('-', '_')}")
     made.add_argument("--micro-batch", type=int, help="fix train.micro_batch_size")

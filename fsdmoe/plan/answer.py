@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdmoe.plan.hardware import gpu_named
 from fsdmoe.plan.job import Job
 from fsdmoe.plan.search import Ranking, search
 from fsdmoe.plan.source import Reading, Request, read_request
 
 
-def answer(request: Request) -> tuple[Reading, Ranking]:
-    """Read a request and rank everything that can be done."""
-    gpu = gpu_named(request.gpu, request.fabric)
-    wanted = read_request(request)
+def answer(request: Request, changes: dict[str, dict[str, Any]] | None = None) -> tuple[Reading, Ranking]:
+    """Read a request and rank everything that can be done; ``changes`` are keys in place of the model's."""
+    gpu = gpu_named(request.gpu, request.fabric, request.host_memory)
+    wanted = read_request(request, changes)
     return wanted, search(wanted.config, Job.of(wanted.config), gpu, request.num_gpus, request.fixed)

@@ -1,5 +1,5 @@
-"""One estimate of a configuration, for the dry run, the search and the page alike: memory, traffic, time, the
-wall that binds, and what to turn."""
+"""One estimate of a configuration, for the dry run, the search and the page alike: memory, traffic, time, and
+the wall that binds."""
 
 from __future__ import annotations
 
@@ -107,51 +107,3 @@ def estimate(
         flops_per_token=training_flops_per_token(job.model, job.seq_len),
         precision=setting.precision,
     )
-
-
-def advice(job: Job, setting: Setting, found: Estimate) -> list[str]:
-    """What to turn against the wall that binds, best first."""
-    wall, memory, time, d = found.wall, found.memory, found.time, setting.degrees
-    if wall == "memory" and not found.fits:
-        return _less_memory(job, setting, memory)
-    if wall == "memory":
-        return [
-            "free memory elsewhere and recompute less: " + line for line in _less_memory(job, setting, memory)
-        ]
-    if wall == "communication":
-        lines = []
-        worst = max(("experts", "tensor", "context", "sharding"), key=lambda name: getattr(time, name))
-        if worst == "experts":
-            lines.append(f"lower mesh.ep (now {d.ep}) towards one NVLink domain")
-            if max(setting.experts.chunks, setting.experts.sub_batches) == 1:
-                lines.append("raise experts.chunks (now 1): rows travel while others are computed")
-            lines.append('experts.dispatch_dtype = "float8" halves the rows on their way out')
-        elif worst == "sharding":
-            lines.append("raise train.micro_batch_size: as much is gathered for more tokens")
-            lines.append("raise mesh.ep: experts that a rank holds whole are not gathered")
-            lines.append('fsdp.grad_exchange = "bf16_all_to_all" halves the gradients on their way')
-        elif worst == "tensor":
-            lines.append(f"lower mesh.tp (now {d.tp})")
-        else:
-            lines.append(f"lower mesh.cp (now {d.cp}), or context_parallel.mode = all_to_all")
-        return lines
-    return ["raise train.micro_batch_size where memory is left: products of more rows run faster",
-            "a low-precision recipe, where the GPU has kernels for it (docs/low_precision.md)"]  # fmt: skip
-
-
-def _less_memory(job: Job, setting: Setting, memory: MemoryEstimate) -> list[str]:
-    lines = []
-    if memory.activations > memory.states / 2:
-        if setting.micro_batch_size > 1:
-            lines.append("lower train.micro_batch_size")
-        if "layer" not in setting.recompute:
-            lines.append("recompute more (norms, then whole layers)")
-        lines.append(f"raise mesh.cp or mesh.tp (now {setting.degrees.cp} and {setting.degrees.tp})")
-    if setting.optim.moment_dtype == "float32":
-        lines.append('optim.moment_dtype = "bfloat16"')
-    if not setting.fsdp.lean:
-        lines.append("fsdp.lean = true")
-    lines.append("more GPUs: states are sharded over all of them")
-    if not setting.fsdp.cpu_offload:
-        lines.append("fsdp.cpu_offload = true, slowly")
-    return lines

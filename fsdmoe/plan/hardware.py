@@ -88,14 +88,38 @@ _BLACKWELL: dict[str, float | int] = {
 }  # fmt: skip
 _RACK: dict[str, float | int] = {**_BLACKWELL, "domain": 64, "host_link": 180 * GIGA}
 
+
+def _card(pcie: float, host_gib: int, network: float) -> dict[str, float | int]:
+    """A card without NVLink: up to 8 in a machine reach each other, and the host, over PCIe (GB/s each way).
+    That a collective attains half of it is assumed: nobody measured it here."""
+    return {"host_link": 0.85 * pcie * GIGA, "nvlink": 0.5 * pcie * GIGA, "host_memory": host_gib * GIB,
+            "network": network * GIGA, "has_fp8_kernels": False}  # fmt: skip
+
+
+# Name, GiB that torch sees, dense bf16 TFLOP/s with sums in float32, TB/s of memory. From Ada and Hopper on,
+# fp8 has twice the peak of bf16. Data sheets and white papers of NVIDIA:
+#   rtx-4090                Ada architecture: 165.2 TFLOP/s, 24 GB, 1,008 GB/s, PCIe 4 (32 GB/s each way)
+#   rtx-5090                RTX Blackwell architecture: 209.5 TFLOP/s, 32 GB, 1,792 GB/s, PCIe 5 (64 GB/s)
+#   rtx-pro-6000            RTX PRO Blackwell architecture, workstation: 503.8 TFLOP/s, 96 GB, 1,792 GB/s
+#   l40s                    L40S: 362 TFLOP/s, 48 GB, 864 GB/s, PCIe 4
+#   a100, h100, h200        A100 80 GB, H100 and H200, SXM
+#   b200, b300              HGX B200 and B300, an eighth of a board
+#   gb200, gb300            GB200 and GB300 NVL72, a 72nd of a rack
+# Hosts of cards are assumed: workstations with 64 GiB for each GeForce and 100 Gbit/s for four of them,
+# servers with 128 GiB and 100 Gbit/s for each GPU.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
+        _like_h200("rtx-4090", 23.6, 165.2, 1.008, **_card(32, 64, 3)),
+        _like_h200("rtx-5090", 31.4, 209.5, 1.792, **_card(64, 64, 3)),
+        _like_h200("rtx-pro-6000", 94.9, 503.8, 1.792, **_card(64, 128, 10)),
+        _like_h200("l40s", 44.4, 362, 0.864, **_card(32, 128, 10)),
         _like_h200("a100", 79.2, 312, 2.04, low_precision_gain=1.0, host_link=22 * GIGA,
                    nvlink=215 * GIGA, network=22 * GIGA, has_fp8_kernels=False),
         _like_h200("h100", 79.1, 989, 3.35),
         _H200,
         _like_h200("b200", 178.3, 2250, 8.0, **_BLACKWELL),
+        _like_h200("b300", 267.7, 2250, 8.0, **_BLACKWELL, network=100 * GIGA),
         _like_h200("gb200", 184.3, 2500, 8.0, **_RACK),
         _like_h200("gb300", 276.0, 2500, 8.0, **_RACK),
     )
@@ -112,14 +136,17 @@ FABRICS: dict[str, float] = {
 """Bytes/s of a GPU's own network card, attained."""
 
 
-def gpu_named(name: str, fabric: str | None = None) -> Gpu:
-    """The preset, behind another network where ``fabric`` names one."""
+def gpu_named(name: str, fabric: str | None = None, host_gib: int | None = None) -> Gpu:
+    """The preset, behind another network and with another host memory for each GPU where these are given."""
     if name not in GPUS:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}; {nearest(name, GPUS)}")
-    if fabric is None:
-        return GPUS[name]
-    if fabric not in FABRICS:
+    if fabric is not None and fabric not in FABRICS:
         raise ConfigError(
             f"--fabric: expected one of {', '.join(FABRICS)}, got {fabric!r}; {nearest(fabric, FABRICS)}"
         )
-    return replace(GPUS[name], network=FABRICS[fabric])
+    gpu = GPUS[name]
+    return replace(
+        gpu,
+        network=gpu.network if fabric is None else FABRICS[fabric],
+        host_memory=gpu.host_memory if host_gib is None else host_gib * GIB,
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fsdmoe.observe import print_table
-from fsdmoe.plan.estimate import Estimate, advice
+from fsdmoe.plan.advice import Advice, turns
+from fsdmoe.plan.estimate import Estimate, shortage
 from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import memory_plan
 from fsdmoe.plan.search import Candidate, Ranking, summary_of_losers, why_it_loses
@@ -57,42 +58,80 @@ def candidate_values(candidate: Candidate, best: Candidate) -> dict[str, Any]:
     }
 
 
+def turn_values(turn: Advice) -> dict[str, Any]:
+    found = turn.candidate.found
+    return {
+        "change": turn.text,
+        "gain": turn.gain,
+        "follows": turn.follows,
+        "tokens_per_second": round(found.tokens_per_second),
+        "model_tflops": round(found.tflops, 1),
+        "seconds": found.time.total,
+        "memory_total": found.memory.total,
+    }
+
+
+def mesh_values(ranking: Ranking) -> list[dict[str, Any]]:
+    """A line for each mesh, those that do not fit included: its time, its memory, and why it is not the
+    first."""
+    lost = [loss.leanest for loss in ranking.losses if loss.leanest is not None]
+    values = []
+    for each in sorted([*ranking.candidates, *lost], key=lambda one: one.order):
+        found = each.found
+        why = "" if each is ranking.best else why_it_loses(each, ranking.best)
+        values.append(
+            {
+                "setting": setting_text(each.setting),
+                "fits": found.fits,
+                "seconds": None if found.why_no_price else found.time.total,
+                "memory_total": found.memory.total,
+                "host": found.memory.host,
+                "why": why if found.fits else f"does not fit: {shortage(found.memory, found.gpu)}",
+            }
+        )
+    return values
+
+
 def ranking_values(ranking: Ranking, wanted: Reading, request: Request, most: int = 20) -> dict[str, Any]:
     best = ranking.best
     values = []
     for each in ranking.candidates[: max(1, most)]:
         found = candidate_values(each, best)
-        found["advice"] = advice(ranking.job, each.setting, each.found)
         found["toml"] = toml_text(each, wanted, request, ranking)
         values.append(found)
     return {
         "gpus": request.num_gpus,
         "gpu": ranking.gpu.name,
         "rates_measured": ranking.gpu.is_measured,
+        "host_capacity": ranking.gpu.host_memory,
         "parameters": memory_plan(ranking.job, best.setting).num_parameters,
         "seq_len": ranking.job.seq_len,
         "global_batch_size": ranking.job.global_batch_size,
         "num_settings": ranking.num_settings,
         "best": values[0],
         "others": values[1:],
-        "losers": dict(summary_of_losers(ranking)),
+        "turns": [turn_values(turn) for turn in turns(ranking, wanted, request)],
+        "meshes": mesh_values(ranking),
+        "losers": dict(summary_of_losers(ranking).most_common()),
         "config": tables_of(best, wanted),
     }
 
 
-def print_ranking(ranking: Ranking, request: Request, most: int) -> None:
+def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int) -> None:
     best, job = ranking.best, ranking.job
     num_parameters = memory_plan(job, best.setting).num_parameters
     print_table(
         f"{num_parameters / 1e9:.1f} B parameters on {request.num_gpus} x {ranking.gpu.name}, "
         f"{job.global_batch_size} x {job.seq_len} tokens a step: {ranking.num_settings:,} settings",
-        ("#", "setting", "GiB", "tokens/s", "wall", "why not the first"),
+        ("#", "setting", "s a step", "tokens/s", "GiB", "host GiB", "wall", "why not the first"),
         [
             (
                 str(number),
                 setting_text(each.setting),
-                f"{each.found.memory.total / GIB:.1f}",
+                "no price" if each.found.why_no_price else f"{each.found.time.total:.3g}",
                 "no price" if each.found.why_no_price else f"{each.found.tokens_per_second:,.0f}",
+                f"{each.found.memory.total / GIB:.1f}",
+                f"{each.found.memory.host / GIB:.1f}",
                 each.found.wall,
                 "" if number == 1 else why_it_loses(each, best),
             )
@@ -112,6 +151,7 @@ def print_ranking(ranking: Ranking, request: Request, most: int) -> None:
     if found.why_no_price:
         print(f"{found.why_no_price}. The order is that of the same run in bf16.")
     rates = "measured" if ranking.gpu.is_measured else "the H200's measured shares of its peaks"
-    print(f"Rates of {ranking.gpu.name}: {rates}. The wall that binds: {found.wall}. What to turn:")
-    for line in advice(job, best.setting, found):
-        print(f"  - {line}")
+    print(f"Rates of {ranking.gpu.name}: {rates}. The wall that binds: {found.wall}.")
+    gains = [(turn.text, f"{turn.gain:+.1%}", turn.follows) for turn in turns(ranking, wanted, request)]
+    if gains:
+        print_table("What to turn", ("change", "tokens/s a GPU", "then"), gains)

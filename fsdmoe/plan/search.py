@@ -2,8 +2,9 @@
 
 For a mesh and a micro-batch the ways are tried from the cheapest to the dearest, so the first that fits is
 the fastest: what is recomputed and offloaded first, for it costs time in every layer, then how states are
-kept. What a way changes in the numbers of a run, or risks, is charged a little: of two settings that are
-alike in time, the plainer one wins.
+kept. What a way changes in the numbers of a run, or risks, is charged a little, so of two settings of a mesh
+that are alike in time the plainer one wins. Meshes are sorted by time, and by charges where it is the same in
+three digits.
 """
 
 from __future__ import annotations
@@ -81,19 +82,31 @@ class Candidate:
     score: float
     """Seconds, and charges."""
 
+    @property
+    def order(self) -> tuple[float, float]:
+        """Of candidates with different meshes: by time, in three digits, and then by what is charged."""
+        return float(f"{self.found.time.total:.3g}"), self.score
+
+
+class _Lean(NamedTuple):
+    """A setting that does not fit."""
+
+    setting: Setting
+    memory: MemoryEstimate
+
 
 @dataclass(frozen=True)
 class Loss:
     """A mesh that nothing fits."""
 
     degrees: Degrees
-    leanest: MemoryEstimate | None
-    """Of the way that comes nearest to fitting; None where what is fixed leaves no way to try."""
+    leanest: Candidate | None
+    """The way that comes nearest to fitting; None where what is fixed leaves no way to try."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a search found: the best setting of every mesh that fits, best first."""
+    """What a search found: the best setting of every mesh that fits, fastest first."""
 
     job: Job
     gpu: Gpu
@@ -114,17 +127,18 @@ class Ranking:
                 "--gpus: no mesh of so many ranks, with what is fixed, divides the model and the batch; "
                 "choose a number of GPUs that divides the sequences of a step (--tokens-per-step / --seq)"
             )
-        tried = [(loss.degrees, loss.leanest) for loss in self.losses if loss.leanest is not None]
+        tried = [loss.leanest for loss in self.losses if loss.leanest is not None]
         if not tried:
             return (
                 "--micro-batch, --recompute: what is fixed leaves nothing to try: a micro-batch must divide "
                 "the sequences of a rank, and train.graphs takes only some parts; fix less"
             )
-        degrees, memory = min(tried, key=lambda way: filled(way[1], self.gpu))
-        axes = ", ".join(f"{axis} {size}" for axis, size in vars(degrees).items() if size > 1)
+        least = min(tried, key=lambda way: filled(way.found.memory, self.gpu))
+        more = ", or more host memory (--host-memory)" * (least.found.memory.host > self.gpu.host_memory)
+        axes = ", ".join(f"{axis} {size}" for axis, size in vars(least.setting.degrees).items() if size > 1)
         return (
             f"--gpus: nothing fits {self.gpu.name}: the leanest way ({axes or 'one rank'}) "
-            f"{shortage(memory, self.gpu)}; take more GPUs, or larger ones (--gpu)"
+            f"{shortage(least.found.memory, self.gpu)}; take more GPUs, or larger ones (--gpu){more}"
         )
 
 
@@ -163,17 +177,24 @@ class _Search:
             for degrees in meshes:
                 best, leanest = self._best_of(degrees, choices)
                 if best is None:
-                    losses.append(Loss(degrees, leanest))
+                    losses.append(Loss(degrees, self._lost(leanest)))
                 else:
                     candidates.append(best)
             if candidates:
                 break
-        candidates.sort(key=lambda candidate: candidate.score)
+        candidates.sort(key=lambda candidate: candidate.order)
         return Ranking(self._job, self._gpu, tuple(candidates), tuple(losses), self._count)
+
+    def _lost(self, leanest: _Lean | None) -> Candidate | None:
+        if leanest is None:
+            return None
+        return Candidate(
+            leanest.setting, estimate(self._job, leanest.setting, self._gpu, leanest.memory), math.inf
+        )
 
     def _best_of(
         self, degrees: Degrees, choices: tuple[StateChoice, ...]
-    ) -> tuple[Candidate | None, MemoryEstimate | None]:
+    ) -> tuple[Candidate | None, _Lean | None]:
         """The fastest setting of a mesh; where none fits, what the leanest would take."""
         states = {
             choice: state_bytes(self._job, replace(self._bases[choice], degrees=degrees))
@@ -181,7 +202,7 @@ class _Search:
             if choice in self._bases
         }
         found: list[Candidate] = []
-        leanest: list[MemoryEstimate] = []
+        leanest: list[_Lean] = []
         rows = self._job.global_batch_size // (degrees.dp_outer * degrees.dp_shard)
         for size in divisors(rows):
             is_fixed = self._fixed.micro_batch is not None
@@ -195,12 +216,12 @@ class _Search:
                 break  # larger micro-batches need more
             found.append(candidate)
         fastest = min(found, key=lambda candidate: candidate.score, default=None)
-        return fastest, min(leanest, key=lambda memory: filled(memory, self._gpu), default=None)
+        return fastest, min(leanest, key=lambda way: filled(way.memory, self._gpu), default=None)
 
     def _first_that_fits(
         self, degrees: Degrees, micro_batch_size: int, states: dict[StateChoice, MemoryEstimate]
-    ) -> tuple[Candidate | None, MemoryEstimate | None]:
-        least: MemoryEstimate | None = None
+    ) -> tuple[Candidate | None, _Lean | None]:
+        least: _Lean | None = None
         least_share = math.inf
         best: Candidate | None = None
         for parts, moved in itertools.product(self._recompute, offload_choices()):
@@ -218,7 +239,7 @@ class _Search:
                 share = filled(memory, self._gpu)
                 if share > 1:
                     if share < least_share:
-                        least = memory
+                        least = _Lean(setting, memory)
                         least_share = share
                     continue
                 for option in self._with_overlap(setting):

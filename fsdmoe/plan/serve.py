@@ -2,7 +2,7 @@
 
 ::
 
-    GET  /             the page
+    GET  /             the page; /uplot.js and /uplot.css, which it draws with
     GET  /choices      models, GPUs, fabrics and recompute choices to choose from
     POST /plan         a request as JSON -> the ranking, or 400 and the problems, a line each
 
@@ -29,19 +29,26 @@ from typing import Any
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.config import PRESETS, preset_config
 from fsdmoe.plan.answer import answer
-from fsdmoe.plan.hardware import FABRICS, GPUS
+from fsdmoe.plan.hardware import FABRICS, GIB, GPUS
 from fsdmoe.plan.memory_section import recompute_choices
 from fsdmoe.plan.report import ranking_values
 from fsdmoe.plan.source import Fixed, Request
 
 HOST = "127.0.0.1"
-PAGE = Path(__file__).with_name("page.html")
+_HERE = Path(__file__).parent
+_UPLOT = _HERE.parent / "observe/uplot"
+FILES = {
+    "/": (_HERE / "page.html", "text/html; charset=utf-8"),
+    "/uplot.js": (_UPLOT / "uPlot.iife.min.js", "text/javascript"),
+    "/uplot.css": (_UPLOT / "uPlot.min.css", "text/css"),
+}
+"""By path, with their types."""
 MOST_BYTES = 64 * 1024
 MOST_SECONDS = 10.0
 """For a body to be received; on this machine it takes a millisecond."""
 _DRAIN_BYTES = 1 << 24
 _DRAIN_SECONDS = 1.0
-_NUMBERS = {"gpus", "seq", "tokens_per_step", "tp", "cp", "ep", "dp_outer", "micro_batch"}
+_NUMBERS = {"gpus", "seq", "tokens_per_step", "host_memory", "tp", "cp", "ep", "dp_outer", "micro_batch"}
 _TEXTS = {"model", "gpu", "fabric", "recompute"}
 
 
@@ -105,7 +112,7 @@ def request_of(given: Any) -> Request:
     fixed = Fixed(**{name: values.get(name) for name in Fixed._fields})
     return Request(
         values["model"], values["gpus"], values.get("gpu", "h100"), values.get("seq"),
-        values.get("tokens_per_step"), values.get("fabric"), fixed,
+        values.get("tokens_per_step"), values.get("fabric"), fixed, values.get("host_memory"),
     )  # fmt: skip
 
 
@@ -118,7 +125,10 @@ def choices() -> dict[str, Any]:
     }
     return {
         "models": [name for name in PRESETS if not name.startswith(("tiny-", "quickstart"))],
-        "gpus": {name: round(gpu.memory / 2**30) for name, gpu in GPUS.items()},
+        "gpus": {
+            name: {"memory": round(gpu.memory / GIB), "host_memory": gpu.host_memory // GIB}
+            for name, gpu in GPUS.items()
+        },
         "fabrics": list(FABRICS),
         "recompute": list(parts),
     }
@@ -156,8 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_problems(HTTPStatus.INTERNAL_SERVER_ERROR, [problem])
 
     def _get(self) -> None:
-        if self.path == "/":
-            self._send(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
+        if self.path in FILES:
+            file, kind = FILES[self.path]
+            self._send(HTTPStatus.OK, file.read_bytes(), kind)
         elif self.path == "/choices":
             self._send_json(HTTPStatus.OK, choices())
         else:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fsdmoe.config import Config, build_config
 from fsdmoe.config.toml import read_toml
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
+from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.models.config import PRESETS
 from fsdmoe.plan.memory_section import Parts
 from fsdmoe.rules import nearest
@@ -72,6 +72,8 @@ class Request:
     tokens_per_step: int | None = None
     fabric: str | None = None
     fixed: Fixed = NOTHING_FIXED
+    host_memory: int | None = None
+    """GiB of the host for each GPU; else what is usual for the GPU."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,16 @@ class Reading:
     """The batch was given, and must be kept."""
 
 
-def read_request(request: Request) -> Reading:
-    """Raises ``ConfigError`` with a line for everything that is wrong."""
+def read_request(request: Request, changes: dict[str, dict[str, Any]] | None = None) -> Reading:
+    """Raises ``ConfigError`` with a line for everything that is wrong. ``changes`` are keys, by section, that
+    take the place of the model's own."""
     problems = [
         f"--{name}: expected a number from 1 to {most}, got {value}; correct it"
         for name, value, most in (
             ("gpus", request.num_gpus, MOST_GPUS),
             ("seq", request.seq_len, 1 << 30),
             ("tokens-per-step", request.tokens_per_step, 1 << 40),
+            ("host-memory", request.host_memory, 1 << 20),
             *(
                 (name.replace("_", "-"), value, MOST_GPUS)
                 for name, value in request.fixed._asdict().items()
@@ -106,15 +110,18 @@ def read_request(request: Request) -> Reading:
     if problems:
         raise ConfigError(*problems)
     has_batch = request.tokens_per_step is not None or "global_batch_size" in tables.get("train", {})
+    has_experts = "experts" in tables
+    for section, values in (changes or {}).items():
+        tables[section] = {**tables.get(section, {}), **values}
     _apply(request, tables, has_batch=has_batch)
     alone = {**tables, "mesh": {}, "train": {**tables["train"], "micro_batch_size": 1}}
     config = build_config(alone, {}, 1, problems, needs_data=False)
     if config is None:
         raise ConfigError(*problems)
     balance = _BALANCE.get(config.model.architecture)
-    if balance is not None and "experts" not in tables and config.model.hf is None:
-        tables["experts"] = {"balance": dict(balance)}
-        config = replace(config, experts=ExpertsConfig(balance=BalanceConfig(**balance)))
+    if balance is not None and not has_experts and config.model.hf is None:
+        tables["experts"] = {**tables.get("experts", {}), "balance": dict(balance)}
+        config = replace(config, experts=replace(config.experts, balance=BalanceConfig(**balance)))
     return Reading(tables, config, has_batch)
 
 

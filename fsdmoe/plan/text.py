@@ -51,9 +51,9 @@ def setting_text(setting: Setting) -> str:
     experts = {"chunks": setting.experts.chunks, "sub-batches": setting.experts.sub_batches}
     words += [f"{name} {number}" for name, number in experts.items() if number > 1]
     if setting.recompute:
-        words.append("recompute " + "+".join(sorted(setting.recompute)))
+        words.append("recompute " + " + ".join(sorted(setting.recompute)))
     if setting.offload:
-        words.append("offload " + "+".join(sorted(setting.offload)))
+        words.append("offload " + " + ".join(sorted(setting.offload)))
     words += [word for word, is_on in _words(setting).items() if is_on]
     return ", ".join(words)
 

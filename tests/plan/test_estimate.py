@@ -9,7 +9,6 @@ import pytest
 from fsdmoe.config import Config, build_config
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.plan import GPUS, Job, Setting, estimate
-from fsdmoe.plan.estimate import advice
 
 CLUSTERS = Path(__file__).parents[2] / "configs/clusters"
 
@@ -48,7 +47,7 @@ def test_a_row_of_the_table_fits_without_a_pipeline(name: str) -> None:
     assert estimate(Job.of(config), Setting.of(config, num_gpus), GPUS[gpu]).fits
 
 
-def test_the_wall_follows_what_is_short_and_comes_with_what_to_turn() -> None:
+def test_the_wall_follows_what_is_short() -> None:
     config = configured("qwen3-235b-a22b-256xh100-bf16", 256)
     job, setting = Job.of(config), Setting.of(config, 256)
     gpu = GPUS["h100"]
@@ -59,5 +58,3 @@ def test_the_wall_follows_what_is_short_and_comes_with_what_to_turn() -> None:
     kept = replace(setting, memory=MemoryConfig())
     large = estimate(job, kept, replace(gpu, memory=gpu.memory * 100, nvlink=1e15, network=1e15))
     assert large.wall == "compute"
-    for found in (small, slow, large):
-        assert advice(job, setting, found)

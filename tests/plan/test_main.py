@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.config import build_config
-from fsdmoe.plan.__main__ import main
+from fsdmoe.plan import GPUS
+from fsdmoe.plan.__main__ import main, parser
 from fsdmoe.plan.dry_run import dry_run
 
 CONFIGS = Path(__file__).parent.parent / "support/model_configs"
@@ -77,8 +78,12 @@ def test_a_wrapped_model_is_planned_by_its_own_parameters(
             "model: expected a .toml file, a Hugging Face folder, .*did you mean",
         ),
         (["qwen3-30b-a3b", "--gpus", "0"], "--gpus: expected a number from 1"),
-        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h10"], "--gpu: expected one of a100.*did you mean h100"),
+        (
+            ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h10"],
+            "--gpu: expected one of rtx-4090.*did you mean h100",
+        ),
         (["qwen3-30b-a3b", "--gpus", "8", "--seq", "-4"], "--seq: expected a number from 1"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--host-memory", "0"], "--host-memory: expected a number from 1"),
         (["qwen3-30b-a3b", "--gpus", "8", "--fabric", "x"], "--fabric: expected one of"),
         (["nowhere.toml", "--gpus", "8"], "--config: no file at 'nowhere.toml'"),
         (["qwen3-30b-a3b"], "model and --gpus: expected both"),
@@ -121,3 +126,11 @@ def test_an_emulated_run_is_not_sold_at_the_price_of_bf16(
     printed = capsys.readouterr().out
     assert "no price" in printed
     assert "The order is that of the same run in bf16" in printed
+
+
+def test_the_guide_names_every_gpu_and_every_option() -> None:
+    guide = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+    options = {option for action in parser()._actions for option in action.option_strings} - {"-h", "--help"}
+    assert {
+        name for name in {*GPUS, *options} if f"`{name}`" not in guide and f"`{name} " not in guide
+    } == set()

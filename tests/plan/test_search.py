@@ -13,7 +13,9 @@ from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models.config import PRESETS
 from fsdmoe.plan import GPUS, Job
+from fsdmoe.plan.answer import answer
 from fsdmoe.plan.estimate import estimate, fits
+from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.search import Ranking, legal_degrees, search, summary_of_losers, why_it_loses
 from fsdmoe.plan.source import Fixed, Request, read_request
 from fsdmoe.precision.config import PrecisionConfig
@@ -41,8 +43,8 @@ def ranking() -> Ranking:
 
 def test_the_ranking_fits_and_is_sorted_and_every_other_mesh_has_a_reason(ranking: Ranking) -> None:
     assert all(fits(each.found.memory, ranking.gpu) for each in ranking.candidates)
-    scores = [each.score for each in ranking.candidates]
-    assert scores == sorted(scores)
+    seconds = [float(f"{each.found.time.total:.3g}") for each in ranking.candidates]
+    assert seconds == sorted(seconds)
     assert all(why_it_loses(other, ranking.best) for other in ranking.candidates[1:])
     meshes = len(ranking.candidates) - 1 + len(ranking.losses)
     assert summary_of_losers(ranking).total() == meshes
@@ -81,12 +83,38 @@ def test_what_fits_nowhere_says_which_memory_is_too_small() -> None:
     found = re.search(NEEDS_HOST, text)
     assert found is not None, text
     assert float(found[1]) > float(found[2]) == 220
+    assert text.endswith("or more host memory (--host-memory)")
     # Quantised weights cannot be kept on the host, so that is not tried.
     codes = {"recipe": "fp8_blockwise", "emulate": True, "quantized_weights": True}
     text = refused("mixtral-8x22b", 4, **codes)
     found = re.search(NEEDS_GPU, text)
     assert found is not None, text
     assert float(found[1]) > float(found[2]) == pytest.approx(0.94 * 79.1, abs=0.1)
+
+
+def test_host_memory_is_a_limit_that_the_request_sets() -> None:
+    fixed = Fixed(tp=1, cp=1, ep=1, dp_outer=1)
+
+    def host_of_best(gib: int | None) -> float:
+        return (
+            answer(Request("qwen3-30b-a3b", 8, "h100", 4096, None, None, fixed, gib))[
+                1
+            ].best.found.memory.host
+            / GIB
+        )
+
+    assert host_of_best(None) > 40, "there is enough: activations are offloaded"
+    assert 0 < host_of_best(40) <= 40
+    assert host_of_best(1) == 0
+
+
+def test_a_mesh_that_does_not_fit_keeps_its_leanest_way(ranking: Ranking) -> None:
+    lost = [loss.leanest for loss in ranking.losses]
+    assert lost
+    for each in lost:
+        assert each is not None
+        assert each.found.memory == estimate(ranking.job, each.setting, ranking.gpu).memory
+        assert not each.found.fits
 
 
 def test_a_micro_batch_that_divides_nothing_is_not_said_to_need_memory() -> None:

@@ -1,4 +1,4 @@
-"""The page's server, and the page itself in a browser."""
+"""The page's server."""
 
 import contextlib
 import http.client
@@ -16,7 +16,6 @@ from fsdmoe.config import build_config
 from fsdmoe.errors import ConfigError
 from fsdmoe.plan import serve
 from fsdmoe.plan.serve import HOST, build_server, request_of
-from tests.support.chromium import Page, find_chromium, open_page
 
 PLAN = {"model": "tiny-qwen3", "gpus": 4, "seq": 64, "tp": 1, "cp": 1, "ep": 4}
 
@@ -177,72 +176,3 @@ def test_empty_fields_are_left_to_the_search() -> None:
     )
     with pytest.raises(ConfigError, match="gpus: expected a value"):
         request_of({"model": "tiny-qwen3", "gpus": ""})
-
-
-@pytest.fixture(scope="module")
-def page(server: ThreadingHTTPServer) -> Iterator[Page]:
-    chromium = find_chromium()
-    if chromium is None:
-        pytest.skip("no Chromium is installed (apt-get install chromium)")
-    with open_page(chromium) as opened:
-        opened.resize(1280, 1600)
-        opened.call("Page.navigate", url=f"http://{HOST}:{server.server_port}/")
-        opened.wait_for("document.body && document.body.dataset.plans === '1'")
-        yield opened
-
-
-def plan_with(page: Page, **fields: str) -> None:
-    """Fill in fields and submit."""
-    before = int(page.evaluate("Number(document.body.dataset.plans)"))
-    for name, value in fields.items():
-        page.evaluate(f"document.getElementById({json.dumps(name)}).value = {json.dumps(value)}")
-    page.evaluate("document.getElementById('form').requestSubmit()")
-    page.wait_for(f"Number(document.body.dataset.plans) > {before}")
-
-
-BARS = "[...document.querySelectorAll('#memory svg rect')].map(r => r.getAttribute('width')).join()"
-
-
-@pytest.mark.full
-def test_the_page_answers_changes_downloads_and_refuses(page: Page) -> None:
-    assert page.evaluate("document.getElementById('setting').textContent").startswith("The best: ")
-    first = page.evaluate(BARS)
-    assert len(first.split(",")) > 8
-    plan_with(page, gpus="16", gpu="h200")
-    second = page.evaluate(BARS)
-    assert second != first, "more and larger GPUs: the bars change"
-    page.evaluate("document.querySelectorAll('#ranking button')[1].click()")
-    assert page.evaluate("document.getElementById('setting').textContent").startswith("Number 2: ")
-    assert page.evaluate("document.activeElement.id") == "setting"
-    link = "document.getElementById('download')"
-    text = page.evaluate(f"fetch({link}.href).then(answer => answer.text())")
-    assert page.evaluate(f"{link}.download") == "plan.toml"
-    problems: list[str] = []
-    assert build_config(tomllib.loads(text), {}, 16, problems, needs_data=False), problems
-    plan_with(page, gpus="sixteen")
-    assert "gpus: expected a whole number" in page.evaluate("document.getElementById('problems').textContent")
-    assert page.evaluate("document.getElementById('result').hidden")
-    plan_with(page, gpus="1", gpu="h100")
-    assert "nothing fits" in page.evaluate("document.getElementById('problems').textContent")
-    plan_with(page, gpus="8")
-    assert page.evaluate("document.getElementById('problems').textContent") == ""
-    assert not page.evaluate("document.getElementById('result').hidden")
-
-
-@pytest.mark.full
-def test_the_page_works_by_keyboard_and_on_narrow_screens(page: Page) -> None:
-    plan_with(page, gpus="8", gpu="h100")
-    before = int(page.evaluate("Number(document.body.dataset.plans)"))
-    page.evaluate("document.getElementById('gpus').focus()")
-    page.evaluate("document.getElementById('gpus').value = '16'")
-    page.press("Enter")
-    page.wait_for(f"Number(document.body.dataset.plans) > {before}")
-    visited = []
-    page.evaluate("document.getElementById('model').focus()")
-    for _ in range(6):
-        page.press("Tab")
-        visited.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert visited == ["gpus", "gpu", "seq", "recompute", "plan", "SUMMARY"]
-    for width in (320, 390, 1280):
-        page.resize(width, 800)
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), width
