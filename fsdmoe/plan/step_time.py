@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from fsdmoe.experts.dispatch.chunks import chunk_shares
+from fsdmoe.fsdp.config import FSDPConfig
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.flops import forward_flops_per_token
 from fsdmoe.plan.hardware import Gpu
@@ -30,6 +31,7 @@ from fsdmoe.plan.memory import layer_counts, offloaded_bytes, recomputing_counts
 from fsdmoe.plan.overlap import Side, unhidden, unhidden_in_sub_batches
 from fsdmoe.plan.traffic import (
     ExpertLegs,
+    ShardingSeconds,
     context_traffic,
     exchange_seconds,
     expert_legs,
@@ -125,21 +127,18 @@ def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
         share = recomputing[kind] / count
         again = share if "layer" in setting.recompute else 0.0
         sent = sending[units[min(first[kind], len(units) - 1)].name]
-        gather = sent.gather if not setting.fsdp.keeps_params else 0.0
-        reduce = sent.reduce if not setting.fsdp.keeps_grads else 0.0
         forward = at.compute + at.experts + at.tensor + at.context
         backward = (
             2 * at.compute + share * at.recompute + at.experts_backward + at.tensor + at.context_backward
         )
         backward += again * (at.experts + at.tensor + at.context)
-        waits = _wait(gather, forward) + _wait(gather + reduce, backward)
         number = count * times
         totals["compute"] += number * 3 * at.compute
         totals["recompute"] += number * share * at.recompute
         totals["experts"] += number * ((1 + again) * at.experts + at.experts_backward)
         totals["tensor"] += number * (2 + again) * at.tensor
         totals["context"] += number * ((1 + again) * at.context + at.context_backward)
-        totals["sharding"] += number * waits
+        totals["sharding"] += count * _sharding_waits(setting.fsdp, sent, forward, backward, times)
     head = layers.head_seconds()
     totals["compute"] += times * head
     totals["sharding"] += _edges(job, setting, gpu, times, head)
@@ -154,6 +153,18 @@ def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
 def _wait(sending: float, beside: float) -> float:
     """What a collective adds to the compute that runs concurrently."""
     return max(0.0, sending - beside) + COST_OF_HIDING * min(sending, beside)
+
+
+def _sharding_waits(
+    fsdp: FSDPConfig, sent: ShardingSeconds, forward: float, backward: float, times: int
+) -> float:
+    """What gathers and reductions add to a layer in a step. Weights that are kept are gathered for the first
+    micro-batch alone, gradients that are kept are reduced after the last."""
+    gather = 0.0 if fsdp.keeps_params else sent.gather
+    reductions = 1 if fsdp.keeps_grads else times
+    waits = (1 if fsdp.keeps_params else times) * _wait(sent.gather, forward)
+    waits += reductions * _wait(gather + sent.reduce, backward)
+    return waits + (times - reductions) * _wait(gather, backward)
 
 
 class _Layers:

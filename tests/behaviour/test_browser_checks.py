@@ -28,10 +28,11 @@ def browser() -> "Iterator[Browser]":
         ("<p>All is well: ep-split, a/b</p>", ""),
         ("<div style='overflow-x:auto' tabindex='0'><p style='width:2000px'>scrolls by itself</p></div>", ""),
         ("<p style='width:2000px'>wide</p>", "overflow: the page scrolls sideways"),
+        ("<p style='width:3em'>communication</p>", "overflow: p#: wider than its box: communication"),
         ("<p style='width:3em;overflow-wrap:anywhere'>communication</p>", "broken word: p: communication"),
         ("<p style='color:#aaa'>pale</p>", "axe: color-contrast"),
     ],
-    ids=["nothing", "a scroller", "overflow", "broken word", "contrast"],
+    ids=["nothing", "a scroller", "overflow", "wide text", "broken word", "contrast"],
 )
 def test_each_fault_of_a_page_is_found(browser: "Browser", tmp_path: Path, body: str, problem: str) -> None:
     path = tmp_path / "page.html"

@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.full
 PLAN = "#model=qwen3-30b-a3b&gpus=8&gpu=h100&seq=4096"
+WIDE = "#model=qwen3-30b-a3b&gpus=4096&gpu=h200&tp=1&cp=1&dp_outer=8"
+"""Long numbers, and the longest of walls."""
 QUICK = f"{PLAN}&tp=1&cp=1&dp_outer=1"
 PICTURES = {
-    (900, "light"): ("plan_page", "h1"),
-    (900, "dark"): ("plan_meshes", "h2:has(+ #all)"),
-    (500, "light"): ("plan_page_narrow", "h1"),
+    (PLAN, 900, "light"): ("plan_page", "h1"),
+    (PLAN, 900, "dark"): ("plan_meshes", "h2:has(+ #all)"),
+    (PLAN, 500, "light"): ("plan_page_narrow", "h1"),
 }
-"""By width and scheme: the file's name, and what is at its top."""
+"""By plan, width and scheme: the file's name, and what is at its top."""
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +82,18 @@ def column(page: "Page", number: int) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("plan", [PLAN, WIDE], ids=["small", "large"])
 def test_no_width_breaks_words_or_overflows_and_axe_finds_nothing(
-    browser: "Browser", address: str, scheme: Scheme, pytestconfig: pytest.Config
+    browser: "Browser", address: str, plan: str, scheme: Scheme, pytestconfig: pytest.Config
 ) -> None:
-    with open_page(browser, address + PLAN, width=WIDTHS[-1], scheme=scheme) as page:
+    with open_page(browser, address + plan, width=WIDTHS[-1], scheme=scheme) as page:
         wait_for_plans(page, 1)
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 1000})
             page.wait_for_function("chart.width === document.getElementById('chart').clientWidth")
             assert problems_of(page) == [], width
-            if (width, scheme) in PICTURES:
-                name, top = PICTURES[width, scheme]
+            if (plan, width, scheme) in PICTURES:
+                name, top = PICTURES[plan, width, scheme]
                 page.locator(top).evaluate("element => element.scrollIntoView()")
                 save_picture(page, pytestconfig, name)
 

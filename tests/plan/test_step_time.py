@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.fsdp.config import FSDPConfig
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Degrees
 from fsdmoe.models import preset_config
@@ -101,6 +102,21 @@ def test_chunks_hide_what_compute_can_cover_and_cost_a_little() -> None:
     assert four.compute == one.compute
     alone = replace(many[2], degrees=ALONE)
     assert estimate_time(job, alone, gpu).experts == 0
+
+
+def test_kept_weights_are_gathered_once_a_step_and_kept_gradients_reduced_once() -> None:
+    """On the slow links of cards, where compute hides little of it."""
+    mesh = Degrees(1, 64, 1, 1, 64, 1, 1)
+
+    def waits(rows: int, **fsdp: object) -> float:
+        setting = Setting(degrees=mesh, fsdp=FSDPConfig(**fsdp))  # type: ignore[arg-type]
+        return estimate_time(qwen(8, 64 * rows), setting, GPUS["l40s"]).sharding
+
+    one = waits(1)
+    assert waits(1, reduce="last") == pytest.approx(one), "one micro-batch has nothing to save"
+    assert 0.3 * one < waits(1, reshard_after_forward=False) < 0.9 * one
+    assert one < waits(4, reduce="last") < 0.9 * waits(4)
+    assert one / 2 < waits(4, reduce="last", reshard_after_forward=False) < 2 * one
 
 
 def test_sub_batches_hide_behind_both_halves_of_a_layer() -> None:

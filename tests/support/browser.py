@@ -25,12 +25,15 @@ WIDTHS = (500, 900, 1600)
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 
-# What reaches over the right edge of the window, unless something around it scrolls or cuts it off.
+# What reaches over the right edge of the window, unless something around it scrolls or cuts it off, and text
+# that is wider than its box.
 _OVERFLOW = """() => {
   const edge = document.documentElement.clientWidth, found = [];
   const isCut = e => e && (getComputedStyle(e).overflowX !== "visible" || isCut(e.parentElement));
   for (const each of document.body.querySelectorAll("*")) {
     const box = each.getBoundingClientRect();
+    if (!each.children.length && each.clientWidth && each.scrollWidth > each.clientWidth + 1 && !isCut(each))
+      found.push(`${each.tagName.toLowerCase()}#${each.id}: wider than its box: ${each.textContent}`);
     if (box.width && box.right > edge + 1 && !isCut(each.parentElement))
       found.push(`${each.tagName.toLowerCase()}#${each.id}: ends at ${Math.round(box.right)} of ${edge} px`);
   }
