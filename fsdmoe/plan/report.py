@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdmoe.observe import print_table
 from fsdmoe.plan.advice import Advice, turns
-from fsdmoe.plan.estimate import Estimate, shortage
+from fsdmoe.plan.estimate import HEADROOM, Estimate, shortage
 from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import memory_plan
 from fsdmoe.plan.search import Candidate, Ranking, summary_of_losers, why_it_loses
@@ -103,6 +103,7 @@ def ranking_values(ranking: Ranking, wanted: Reading, request: Request, most: in
         "gpus": request.num_gpus,
         "gpu": ranking.gpu.name,
         "rates_measured": ranking.gpu.is_measured,
+        "memory_limit": round((1 - HEADROOM) * ranking.gpu.memory),
         "host_capacity": ranking.gpu.host_memory,
         "parameters": memory_plan(ranking.job, best.setting).num_parameters,
         "seq_len": ranking.job.seq_len,

@@ -8,6 +8,7 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from fsdmoe.config import build_config
 from fsdmoe.errors import ConfigError
 from fsdmoe.plan import serve
-from fsdmoe.plan.serve import HOST, build_server, request_of
+from fsdmoe.plan.serve import FILES, HOST, build_server, request_of
 
 PLAN = {"model": "tiny-qwen3", "gpus": 4, "seq": 64, "tp": 1, "cp": 1, "ep": 4}
 
@@ -164,6 +165,14 @@ def test_a_body_that_does_not_come_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(serve, "MOST_SECONDS", 0.05, raising=False)
     assert sent(server, b"{", length="2", hangs_up=False) == 408
+
+
+def test_what_the_page_needs_is_installed_with_the_package() -> None:
+    root = Path(serve.__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    globs = project["tool"]["setuptools"]["package-data"]["fsdmoe"]
+    installed = {path for glob in globs for path in (root / "fsdmoe").glob(glob)}
+    assert {path for path, _ in FILES.values()} <= installed
 
 
 def test_empty_fields_are_left_to_the_search() -> None:
