@@ -36,7 +36,7 @@ from fsdmoe.plan.source import Fixed, Request
 
 HOST = "127.0.0.1"
 _HERE = Path(__file__).parent
-_UPLOT = _HERE.parent / "observe/uplot"
+_UPLOT = _HERE / "uplot"
 FILES = {
     "/": (_HERE / "page.html", "text/html; charset=utf-8"),
     "/uplot.js": (_UPLOT / "uPlot.iife.min.js", "text/javascript"),
