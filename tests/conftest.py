@@ -22,7 +22,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
 # What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
-PRELOAD = ["pytest", "hypothesis", "train", "fsdmoe.checkpoint", "tests.support.fsdp_parity"]
+PRELOAD = [
+    "pytest",
+    "hypothesis",
+    "train",
+    "fsdmoe.checkpoint",
+    "fsdmoe.observe.charts",
+    "tests.support.fsdp_parity",
+]
 PRELOAD += ["torch.distributed.fsdp", "functorch.compile", "networkx"]
 PRELOAD += [
     "fsdmoe.huggingface.causal_lm",

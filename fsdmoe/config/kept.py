@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,13 +102,22 @@ def kept_text(config: Config, origins: Mapping[str, str], decided: Mapping[str, 
 
 def kept_origins(text: str) -> dict[str, str]:
     """What the comments of a kept file say, without what was decided at that start."""
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        if match := _ORIGIN.fullmatch(line):
-            found[match[1]] = match[2].partition(DECIDED)[0]
+    found = {key: origin.partition(DECIDED)[0] for key, origin in _origin_lines(text).items()}
     return {key: origin for key, origin in found.items() if origin != DEFAULT}
+
+
+def kept_values(text: str) -> dict[str, Any]:
+    """Every value of a kept file by dotted key, with what was decided at that start where it is left open."""
+    values = by_dotted_key(tomllib.loads(text))
+    for key, origin in _origin_lines(text).items():
+        if decision := origin.partition(DECIDED)[2]:
+            values[key] = f"{values.get(key)}: {decision}"
+    return values
+
+
+def _origin_lines(text: str) -> dict[str, str]:
+    comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return {match[1]: match[2] for line in comments if (match := _ORIGIN.fullmatch(line))}
 
 
 def read_kept(path: Path, problems: Problems) -> Config | None:

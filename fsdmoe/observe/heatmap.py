@@ -1,10 +1,4 @@
-"""Expert load over time: counts in a bounded number of columns, and the colours they are shown in.
-
-    blue            the expert received less than an even share, deepest at a quarter or less
-    white           an even share
-    red             more than an even share, deepest at four times or more
-    black           nothing at all: a dead expert
-    grey column     no token was routed in that range
+"""Expert load over time: counts in a bounded number of columns.
 
 Legend: E experts, C columns, A experts of all layers one after another.
 """
@@ -18,14 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-UNDER = (33.0, 102.0, 172.0)
-EVEN = (247.0, 247.0, 247.0)
-OVER = (178.0, 24.0, 43.0)
-DEAD = (0.0, 0.0, 0.0)
-NO_TOKENS = (150.0, 150.0, 150.0)
-SPAN = 2.0  # powers of two from an even share to the deepest colours
+SPAN = 2.0  # powers of two from an even share to what is shown as most or least
 
 
 class LoadHistory:
@@ -127,17 +117,8 @@ class LoadHistory:
         return history if history._columns else cls(max_columns)
 
 
-def load_colours(counts_EC: Tensor, mean_1C: Tensor | None = None) -> Tensor:
-    """The colour of every cell as a uint8 tensor [3, E, C], by its count over the mean of its column."""
-    if counts_EC.numel() == 0:
-        raise ValueError(f"counts_EC: expected at least one expert and column, got {tuple(counts_EC.shape)}")
-    mean_1C = counts_EC.mean(dim=0, keepdim=True) if mean_1C is None else mean_1C
-    relative_EC = counts_EC / mean_1C.clamp_min(torch.finfo(torch.float32).tiny)
-    tone_EC = (relative_EC.clamp_min(2.0**-30).log2() / SPAN).clamp(-1.0, 1.0)
-    under, even, over = torch.tensor(UNDER), torch.tensor(EVEN), torch.tensor(OVER)
-    tone_EC1 = tone_EC.unsqueeze(-1)
-    span_EC3 = torch.where(tone_EC1 < 0, even - under, over - even)
-    colours_EC3 = even + span_EC3 * tone_EC1
-    colours_EC3[counts_EC == 0] = torch.tensor(DEAD)
-    colours_EC3[:, mean_1C[0] == 0] = torch.tensor(NO_TOKENS)
-    return colours_EC3.round().to(torch.uint8).permute(2, 0, 1).contiguous()
+def load_tones(counts_EC: Tensor) -> NDArray[np.float32]:
+    """Of every cell, its count over the mean of its column as a power of two, within ``SPAN``; twice as low
+    where there is none, not a number in a column without tokens."""
+    tones_EC = (counts_EC / counts_EC.mean(dim=0, keepdim=True)).log2()  # 0 / 0 is not a number
+    return torch.where(tones_EC == -torch.inf, -2 * SPAN, tones_EC.clamp(-SPAN, SPAN)).numpy()

@@ -18,6 +18,18 @@ from torch.utils._pytree import tree_map_only
 
 Row = dict[str, Any]
 
+_TAGS = {
+    "loss": "train/loss",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "loss_scale": "train/loss_scale",
+    "eval_loss": "eval/loss",
+    "tokens_per_s": "speed/tokens_per_s",
+    "tflops": "speed/tflops",
+    "mfu": "speed/mfu",
+    "memory_gib": "memory/peak_gib",
+}
+
 
 class MetricsFile:
     """Appends rows. Opening it at ``start_step`` first drops what an earlier start wrote after that step.
@@ -66,6 +78,20 @@ def read_metrics(path: Path) -> list[Row]:
     """All whole rows of a metrics file (a run that is being written, or was killed, may end in half a
     line)."""
     return [row for line in _lines(path) if (row := _parse(line)) is not None]
+
+
+def row_scalars(row: Row) -> dict[str, float]:
+    """What is known in a row of either kind, by the tag it is logged under; of the experts' figures the mean,
+    maximum and minimum over the layers, so that tags are few however many layers there are."""
+    found = {tag: row[key] for key, tag in _TAGS.items() if row.get(key) is not None}
+    experts = row.get("experts", {})
+    for name in dict.fromkeys(name for figures in experts.values() for name in figures):
+        known = [value for figures in experts.values() if (value := figures.get(name)) is not None]
+        if known:
+            found[f"experts_{name}/mean"] = sum(known) / len(known)
+            found[f"experts_{name}/max"] = max(known)
+            found[f"experts_{name}/min"] = min(known)
+    return found
 
 
 def finite_or_none(value: Any) -> Any:

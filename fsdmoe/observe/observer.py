@@ -24,9 +24,9 @@ from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.observe.console import Screen
 from fsdmoe.observe.dead_experts import DeadExperts
 from fsdmoe.observe.devices import device_name, peak_for, peak_memory_gib
+from fsdmoe.observe.drawing import charts_for
 from fsdmoe.observe.expert_load import load_figures, loads_to_host
 from fsdmoe.observe.history import History
-from fsdmoe.observe.loss_chart import loss_chart
 from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
 from fsdmoe.observe.profiler import StepProfiler
 from fsdmoe.observe.progress import Clock, progress_line
@@ -226,7 +226,7 @@ class _MainRank:
             self.screen.note(f"step {step}: evaluation loss is not finite")
             return
         if self._board is not None:
-            self._board.evaluation(step, value)
+            self._board.evaluation(row)
         self.screen.note(f"step {step}: evaluation loss {value:.4f}")
 
     def close(self, status: str) -> None:
@@ -243,14 +243,21 @@ class _MainRank:
     def _write_summary(self, status: str) -> None:
         elapsed = time.monotonic() - self._begin
         text = summary_text(self._history, self.facts, status=status, elapsed_seconds=elapsed)
-        history = self._history
-        title = f"Loss over {history.last_step} steps"
-        chart = loss_chart(
-            history.losses, history.evals, title=title, tokens=history.tokens_at, loss_axis=self._loss_axis
-        )
         (self._folder / "summary.txt").write_text(text, encoding="utf-8")
-        (self._folder / "loss.svg").write_text(chart, encoding="utf-8")
-        self.screen.note(f"{status}: summary and loss curve in {self._folder}/summary.txt and loss.svg")
+        written = f"summary in {self._folder}/summary.txt"
+        history = self._history
+        if charts := charts_for("loss.svg"):
+            title = f"Loss over {history.last_step} steps"
+            chart = charts.loss_chart(
+                history.losses,
+                history.evals,
+                title=title,
+                tokens=history.tokens_at,
+                loss_axis=self._loss_axis,
+            )
+            (self._folder / "loss.svg").write_text(chart, encoding="utf-8")
+            written = f"summary and loss curve in {self._folder}/summary.txt and loss.svg"
+        self.screen.note(f"{status}: {written}")
 
 
 class Pace:

@@ -8,8 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdmoe.observe.config import ObserveConfig
+from fsdmoe.observe.drawing import charts_for
 from fsdmoe.observe.exposed import Exposure, exposure, table
-from fsdmoe.observe.exposed_chart import exposed_chart
 from fsdmoe.observe.exposed_trace import read_trace
 
 
@@ -97,5 +97,6 @@ class StepProfiler:
         title = f"Rank {self._rank}, {steps.replace('steps', 'steps ')}: compute and traffic"
         text = "\n".join([title, *table(self.exposure, num_steps=len(self._recorded))])
         (self._folder / f"{name}.txt").write_text(f"{text}\n", encoding="utf-8")
-        picture = exposed_chart({f"rank {self._rank}": timeline}, title=title)
-        (self._folder / f"{name}.svg").write_text(picture, encoding="utf-8")
+        if charts := charts_for(f"{name}.svg"):
+            picture = charts.exposed_chart({f"rank {self._rank}": timeline}, title=title)
+            (self._folder / f"{name}.svg").write_text(picture, encoding="utf-8")

@@ -3,8 +3,6 @@
 import gzip
 import json
 
-import pytest
-
 from fsdmoe.observe.__main__ import main
 from fsdmoe.observe.exposed_trace import read_trace, timeline_of
 
@@ -55,14 +53,15 @@ def test_traces_are_read_packed_or_not(tmp_path):
 def test_the_command_prints_a_table_of_each_trace_and_draws_them(tmp_path, capsys):
     (tmp_path / "trace.json").write_text(json.dumps(GPU))
     picture = tmp_path / "out.svg"
-    assert main([f"mine={tmp_path}/trace.json", f"{tmp_path}/trace.json", "--svg", str(picture)]) == 0
+    traces = [f"mine={tmp_path}/trace.json", f"{tmp_path}/trace.json"]
+    assert main(["exposed", *traces, "--svg", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("mine\n")
     assert "trace.json\n" in printed
     assert printed.count("all-to-all") == 2
-    assert picture.read_text().startswith("<svg ")
+    assert "<svg " in picture.read_text()
 
 
-def test_a_trace_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"nowhere\.json: expected a trace"):
-        main([f"mine={tmp_path}/nowhere.json"])
+def test_a_trace_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["exposed", f"mine={tmp_path}/nowhere.json"]) == 2
+    assert "nowhere.json: expected a trace" in capsys.readouterr().err

@@ -1,11 +1,12 @@
 """Load over time: bounded columns that outlive a start, and colours that mean something."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdmoe.observe.heatmap import LoadHistory, load_colours
+from fsdmoe.observe.heatmap import SPAN, LoadHistory, load_tones
 
 
 @settings(deadline=None, max_examples=60)
@@ -78,38 +79,15 @@ def test_a_damaged_file_another_width_and_another_model_are_taken_as_they_are(tm
     assert LoadHistory.load(tmp_path / "loads.npz", 8, until=8).counts() == {}
 
 
-def cell_colours(counts_EC):
-    colours = load_colours(counts_EC)
-    assert colours.dtype == torch.uint8
-    assert colours.shape == (3, *counts_EC.shape)
-    return colours.permute(1, 2, 0).tolist()
-
-
-def test_colours_tell_under_even_over_dead_and_no_tokens_apart():
+def test_tones_tell_under_even_over_dead_and_no_tokens_apart():
     counts_EC = torch.tensor(
-        [[4.0, 1.0, 16.0, 0.0], [4.0, 4.0, 0.0, 0.0], [4.0, 7.0, 0.0, 0.0], [4.0, 4.0, 0.0, 0.0]]
+        [[4.0, 1.0, 32.0, 0.0], [4.0, 2.0, 0.0, 0.0], [4.0, 8.0, 0.0, 0.0], [4.0, 5.0, 0.0, 0.0]]
+        + [[4.0, 4.0, 0.0, 0.0]] * 4
     )
-    cells = cell_colours(counts_EC)
-    assert [cells[expert][0] for expert in range(4)] == [[247, 247, 247]] * 4
-    under, over = cells[0][1], cells[2][1]
-    assert under[2] > under[0]  # blue
-    assert over[0] > over[2]  # red
-    assert cells[0][1] == [33, 102, 172]  # a quarter: the deepest blue
-    assert cells[0][2] == [178, 24, 43]  # four times: the deepest red
-    assert cells[1][2] == [0, 0, 0]
-    assert [cells[expert][3] for expert in range(4)] == [[150, 150, 150]] * 4
-
-
-def test_more_load_is_never_less_red():
-    relative = torch.linspace(0.3, 3.9, 40)
-    rest = 8.0 - relative
-    counts_EC = torch.stack([relative, *[rest / 7] * 7])  # eight experts, mean 1
-    reds = [colour[0] - colour[2] for colour in cell_colours(counts_EC)[0]]
-    assert reds == sorted(reds)
-    assert reds[0] < 0 < reds[-1]
-
-
-def test_an_empty_history_is_refused():
-    assert LoadHistory(4).counts() == {}
-    with pytest.raises(ValueError, match="at least one expert and column"):
-        load_colours(torch.zeros(0, 0))
+    tones_EC = load_tones(counts_EC)
+    assert tones_EC[:, 0].tolist() == [0.0] * 8
+    assert tones_EC[:3, 1].tolist() == [-2.0, -1.0, 1.0]
+    assert tones_EC[:2, 2].tolist() == [SPAN, -2 * SPAN], (
+        "eight times is shown as four, nothing as less than all"
+    )
+    assert np.isnan(tones_EC[:, 3]).all()

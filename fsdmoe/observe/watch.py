@@ -1,0 +1,105 @@
+"""The page of runs that are going on, served to this machine alone. A browser asks again every other second,
+and the page is drawn anew where files of the runs have changed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.observe.compare import LOADS, METRICS
+
+HOST = "127.0.0.1"
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Holds the page of the moment."""
+
+    daemon_threads = True
+
+    def __init__(self, draw: Callable[[], str], folders: Sequence[str], port: int) -> None:
+        super().__init__((HOST, port), _WatchHandler)
+        self._draw = draw
+        self._files = [Path(folder) / name for folder in folders for name in (METRICS, LOADS, "config.toml")]
+        self._lock = threading.Lock()  # matplotlib's settings are the process's
+        self._tag = ""
+        self._body = b""
+
+    def tag(self) -> str:
+        """What it depends on: changes with the runs' files."""
+        stats = [path.stat() if path.exists() else None for path in self._files]
+        return '"' + "-".join("none" if s is None else f"{s.st_mtime_ns}.{s.st_size}" for s in stats) + '"'
+
+    def body(self) -> tuple[str, bytes]:
+        """The page and its tag."""
+        with self._lock:
+            tag = self.tag()
+            if tag != self._tag:
+                self._body = self._draw().encode()
+                self._tag = tag
+            return self._tag, self._body
+
+
+class _WatchHandler(BaseHTTPRequestHandler):
+    server: WatchServer
+    timeout = 10.0  # of a connection that sends nothing
+
+    def do_HEAD(self) -> None:
+        if self._is_meant():
+            self._send(self.server.tag(), b"")
+
+    def do_GET(self) -> None:
+        if self._is_meant():
+            try:
+                self._send(*self.server.body())
+            except (ConfigError, OSError) as error:  # a folder was moved away
+                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+
+    def _is_meant(self) -> bool:
+        """A page of the web that resolves its own name to this address gets nothing."""
+        names = {f"{host}:{self.server.server_port}" for host in (HOST, "localhost")}
+        if self.headers.get("Host") not in names:
+            self.send_error(HTTPStatus.FORBIDDEN, f"expected a request to {HOST}:{self.server.server_port}")
+            return False
+        if self.path != "/":
+            self.send_error(HTTPStatus.NOT_FOUND, "the page is at /")
+            return False
+        return True
+
+    def _send(self, tag: str, body: bytes) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("ETag", tag)
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet: the terminal shows the address and nothing else."""
+
+
+def watch(draw: Callable[[], str], folders: Sequence[str], port: int) -> int:
+    """Serve until interrupted; returns the exit code.
+
+    Args:
+        draw: Makes the page.
+        folders: Of the runs whose files it is made of.
+        port: Of this machine; 0 takes a free one.
+    """
+    draw()  # what is wrong with the folders is told here
+    try:
+        server = WatchServer(draw, folders, port)
+    except (OSError, OverflowError) as error:
+        print(f"fsdmoe: --port: cannot listen on {port} ({error}); choose another, or 0 for a free one")
+        return 2
+    print(f"http://{HOST}:{server.server_port}/  (this machine alone; Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.server_close()
+    return 0
