@@ -1,5 +1,6 @@
 """The ``observe`` section: what a run shows on the console and leaves in its folder."""
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,6 +10,7 @@ from fsdmoe.rules import at_least, one_of
 Progress = Literal["auto", "on", "off"]
 Precision = Literal["bf16", "fp8", "fp32"]
 LossAxis = Literal["auto", "linear", "log"]
+LoggerName = Literal["wandb", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,14 @@ class ObserveConfig:
     heatmap_columns: int = 256
     """Most columns of a heat map. When it is full, neighbouring columns are added up in pairs, so that the
     picture spans the whole run in bounded memory."""
+
+    loggers: tuple[LoggerName, ...] = ()
+    """Where rows go besides the run's folder: wandb (Weights & Biases) and mlflow, each with the extra of its
+    name. They take their own environment variables: WANDB_MODE=offline, MLFLOW_TRACKING_URI. A logger that
+    fails is left out with a warning, and the run goes on."""
+
+    project: str = "fsdmoe"
+    """The project of Weights & Biases, or the experiment of MLflow, that the run belongs to."""
 
     loss_axis: LossAxis = "auto"
     """The loss axis of loss.svg: linear or log. auto takes log where the highest loss is at least three times
@@ -89,6 +99,13 @@ class ObserveConfig:
             "loss_axis": get_args(LossAxis),
         }
         problems = at_least("observe", vars(self), lowest) + one_of("observe", vars(self), choices)
+        for name in self.loggers:
+            problems += one_of("observe", {"loggers": name}, {"loggers": get_args(LoggerName)})
+            if name in get_args(LoggerName) and importlib.util.find_spec(name) is None:
+                problems.append(
+                    f"observe.loggers: expected {name} to be installed, found no such package; "
+                    f"pip install 'fsdmoe[{name}]', or leave it out"
+                )
         if any(rank < 0 for rank in self.profile_ranks):
             problems.append(
                 f"observe.profile_ranks: expected ranks of 0 or more, got {list(self.profile_ranks)}; "

@@ -3,6 +3,7 @@
     StepRecord -> row -> metrics.jsonl          <run folder>/metrics.jsonl
                       -> screen                 live line or plain lines
                       -> board                  <run folder>/tensorboard/
+                      -> loggers                Weights & Biases, MLflow
                       -> history -> summary     <run folder>/summary.txt, loss.svg
     step_profile(n)   -> profiler               <run folder>/profile/trace_rank<r>_....json.gz, exposed_...
 
@@ -27,7 +28,7 @@ from fsdmoe.observe.devices import device_name, peak_for, peak_memory_gib
 from fsdmoe.observe.drawing import charts_for
 from fsdmoe.observe.expert_load import load_figures, loads_to_host
 from fsdmoe.observe.history import History
-from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
+from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none, row_scalars
 from fsdmoe.observe.profiler import StepProfiler
 from fsdmoe.observe.progress import Clock, progress_line
 from fsdmoe.observe.rank_times import by_rank, rank_facts, rank_lines
@@ -136,6 +137,7 @@ class _MainRank:
             self._history.add(row)
         self._metrics.kept.clear()
         self._board = _open_board(config, folder, facts.start_step) if config.tensorboard else None
+        self._loggers = _open_loggers(config, folder, facts.start_step)
         self._dead_experts = DeadExperts()
         self._pace = Pace()
         self._begin = time.monotonic()
@@ -176,6 +178,8 @@ class _MainRank:
         self._history.add(row)
         if self._board is not None:
             self._board.step(row, loads)
+        for each in self._loggers:
+            each.log(record.step, row_scalars(row))
         self.screen.show(row, self._pace.seconds_left(self.facts.total_steps))
         warning = self._dead_experts.add(loads)
         if warning is not None:
@@ -227,6 +231,8 @@ class _MainRank:
             return
         if self._board is not None:
             self._board.evaluation(row)
+        for each in self._loggers:
+            each.log(step, row_scalars(row))
         self.screen.note(f"step {step}: evaluation loss {value:.4f}")
 
     def close(self, status: str) -> None:
@@ -236,6 +242,8 @@ class _MainRank:
         self._metrics.close()
         if self._board is not None:
             self._board.close()
+        for each in self._loggers:
+            each.close(status)
         # A start without a step (the run was finished, or failed at once) leaves the page of the last one.
         if self._history.last_step > self.facts.start_step or not (self._folder / "summary.txt").exists():
             self._write_summary(status)
@@ -275,6 +283,14 @@ class Pace:
         if last_step <= first_step:
             return None
         return (last_time - first_time) / (last_step - first_step) * max(0, total_steps - last_step)
+
+
+def _open_loggers(config: ObserveConfig, folder: Path, start_step: int) -> list[Any]:
+    if not config.loggers:
+        return []
+    from fsdmoe.observe.loggers import RunLogger
+
+    return [RunLogger(name, folder, project=config.project, start_step=start_step) for name in config.loggers]
 
 
 def _open_board(config: ObserveConfig, folder: Path, start_step: int) -> Any:
