@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
                 return watch(lambda: page(read_runs(args.runs), is_live=True), args.runs, args.port)
             else:
                 _show_exposed(args)
-    except (ConfigError, ImportError) as error:
+    except (ConfigError, ImportError, OSError) as error:
         print(f"fsdmoe: {error}", file=sys.stderr)
         return 2
     return 0
@@ -66,7 +66,10 @@ def read_runs(folders: Sequence[str]) -> list[ComparedRun]:
     found = []
     for folder, name in zip(map(Path, folders), names, strict=True):
         kept = folder / KEPT
-        config = kept_values(kept.read_text(encoding="utf-8")) if kept.is_file() else None
+        try:
+            config = kept_values(kept.read_text(encoding="utf-8")) if kept.is_file() else None
+        except ValueError as error:
+            raise ConfigError(f"{kept}: expected TOML, found: {error}; correct that place") from error
         found.append(read_run(folder, name, config))
     return found
 

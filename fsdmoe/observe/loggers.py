@@ -89,7 +89,7 @@ class _Wandb:
             project=project, name=title, group=folder.resolve().name, dir=str(folder), config=_config(folder),
             settings=settings,
         )  # fmt: skip
-        logger.info("Weights & Biases: %s", self._run.url or self._run.dir)
+        logger.info("Weights & Biases: %s", self._run.dir if self._run.offline else self._run.url)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         # An evaluation comes after its step's row: a step of theirs takes more until a later one comes.

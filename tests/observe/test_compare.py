@@ -126,6 +126,15 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     assert [run.name for run in read_runs(paths)] == paths
 
 
+def test_what_cannot_be_read_or_written_is_named(tmp_path, capsys):
+    folder = make_run(tmp_path / "a")
+    assert main(["compare", str(folder), "--html", str(tmp_path / "none" / "page.html")]) == 2
+    assert "none/page.html" in capsys.readouterr().err
+    (folder / "config.toml").write_text("steps = ")
+    assert main(["compare", str(folder)]) == 2
+    assert "a/config.toml: expected TOML" in capsys.readouterr().err
+
+
 def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"no metrics.jsonl in it; name folders"):
         read_runs([str(tmp_path)])
