@@ -58,6 +58,8 @@ class ShardLayout:
         self.placement, self.start, self.end = placement, start, end
         self.meshes, self.shard_axis = meshes, shard_axis
         self.local_shape = placement.local_shape(meshes)
+        self.draws: torch.Generator | None = None
+        """Random values for such tensors come from here, alike on all ranks; None: they are refused."""
         numel = math.prod(self.local_shape)
         if not 0 <= start <= end <= numel:
             raise AssertionError(f"expected a range inside [0, {numel}), got [{start}, {end})")

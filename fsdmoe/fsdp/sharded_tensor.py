@@ -327,16 +327,27 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _make_alike(func, args, kwargs)
     if func is aten.linalg_vector_norm.default:
         return _vector_norm(func, *args, **kwargs)
+    if func is aten.any.default:  # initialisers that draw again ask it
+        return global_norms([args[0].piece.float()], [args[0]._layout], torch.inf, None)[0] > 0
     if name in _FUSED or (name.startswith("_foreach_") and name.rstrip("_") not in _FOREACH_REDUCTIONS):
         return _run_lists(func, args, kwargs)
     if func is aten._foreach_norm.Scalar:
         return _foreach_norm(*args, **kwargs)
     random = torch.Tag.nondeterministic_seeded in func.tags
+    if random and func._schema.is_mutable and args[0]._layout.draws is not None:
+        return _draw(func, *args, **kwargs)
     if (torch.Tag.pointwise in func.tags and not random) or func in _POINTWISE_UNTAGGED:
         return _run_pointwise(func, args, kwargs)
     return _refuse(
         func, "its values would depend on the layout" if random else "it is not element by element"
     )
+
+
+def _draw(func: Any, target: ShardedTensor, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+    """Random values in place: all ranks draw the whole tensor alike, and each keeps its piece."""
+    whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    func(whole, *args, generator=generator or target._layout.draws, **kwargs)
+    return _copy(target, whole)
 
 
 def _refuse(func: Any, why: str) -> NoReturn:

@@ -21,6 +21,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp import fully_shard as shard_model
 from fsdmoe.fsdp.outputs import cast_floats
+from fsdmoe.fsdp2.meta import await_values, leave_empty, place_meta_buffers
 from fsdmoe.fsdp2.module import STATE, FSDPModule, WrapState, state_of
 from fsdmoe.fsdp2.policies import Settings, meshes_for, policy_for
 
@@ -129,10 +130,13 @@ def _build(root: nn.Module) -> None:
             raise ConfigError(f"fsdp2: {name}: {problem}; pass the same to all calls of fully_shard")
     for module in (*inside, root):
         module.__class__ = _class_in_front(_own_class(module), FSDPModule)
-    _refuse_meta(root)
     units = {inner: state_of(inner).settings for inner in inside}
-    shard_model(root, meshes_for(settings.mesh), policy_for(root, settings, units))
+    meshes = meshes_for(settings.mesh)
+    is_empty = place_meta_buffers(root, meshes.device) | any(p.is_meta for p in root.parameters())
+    shard_model(root, meshes, policy_for(root, settings, units), init_fn=leave_empty)
     engine = engine_of(root)
+    if is_empty:
+        await_values(root)
     for module in (*inside, root):
         state_of(module).engine = engine
         _install_casts(module, state_of(module).settings.mp_policy)
@@ -174,15 +178,6 @@ def _own_class(module: nn.Module) -> Any:
 def _class_in_front(own: type, front: type) -> type:
     """``FSDPBlock`` for ``Block``: what ``print`` and ``isinstance`` see under FSDP2."""
     return type(f"FSDP{own.__name__}", (front, own), {"__module__": own.__module__})
-
-
-def _refuse_meta(root: nn.Module) -> None:
-    for name, tensor in (*nn.Module.named_parameters(root), *root.named_buffers()):
-        if tensor.is_meta:
-            raise ConfigError(
-                f"fsdp2: {name} is on the meta device; build the model on a real one, or give "
-                "fsdmoe.fsdp.fully_shard an init_fn, which fills shard by shard what a rank cannot hold"
-            )
 
 
 def _refuse(**given: Any) -> None:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
@@ -63,6 +64,17 @@ class FSDPModule:
         )
 
     # Weights
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Nothing to do for a model from the meta device: its shards have memory since ``fully_shard``. They
+        are NaN until they are initialised or loaded."""
+        _built(self, "to_empty")
+        for parameter in cast(nn.Module, self).parameters(recurse):
+            if parameter.device.type != torch.device(device or "cpu").type:
+                raise ConfigError(
+                    f"fsdp2.to_empty: expected {parameter.device}, where the shards are, got {device}"
+                )
+        return self
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters (not its children's) and let it show them whole.
