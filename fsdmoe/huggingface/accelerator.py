@@ -211,8 +211,9 @@ def refuse_unfit(model: nn.Module) -> None:
     for axis in (Axis.TP, Axis.CP):
         if meshes.size(axis) > 1:
             raise ConfigError(
-                f"mesh.{axis.value}: expected 1 inside of a trainer that gives every rank rows of its own,"
-                f" got {meshes.size(axis)}; set it to 1, or use train.py or a loop of your own"
+                f"mesh.{axis.value}: expected 1 inside of a trainer, which gives every rank other rows, got "
+                f"{meshes.size(axis)}, whose ranks need the same rows; set it to 1 (mesh.ep splits experts), "
+                "or use train.py or a loop of your own (docs/trainers.md says why)"
             )
 
 

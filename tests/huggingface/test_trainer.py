@@ -235,16 +235,16 @@ def test_ranks_that_run_out_of_batches_end_all_with_the_reason(tmp_path: Path) -
     assert "rank 1 has 1 more" in str(caught.value)
 
 
-def refused(folder: str, sharded: bool, changes: dict[str, Any], divisor: float | None) -> str:
+def refused(folder: str, mesh: dict[str, int], changes: dict[str, Any], divisor: float | None) -> str:
     from transformers import Trainer
 
     forget_accelerate()
     model: Any = made_model(False)
-    if sharded:
+    if mesh:
         policy = fsdmoe.ParallelPolicy(
             precision=fsdmoe.PrecisionConfig(param_dtype="float32"), grad_divisor=divisor
         )
-        fsdmoe.parallelize(model, fsdmoe.build_meshes(ep=2), policy)
+        fsdmoe.parallelize(model, fsdmoe.build_meshes(**mesh), policy)
     trainer: Any = Trainer(model, arguments(folder, **changes), train_dataset=Rows(8))
     with pytest.raises(ConfigError) as caught:
         fsdmoe.prepare_trainer(trainer).train()
@@ -252,19 +252,21 @@ def refused(folder: str, sharded: bool, changes: dict[str, Any], divisor: float 
 
 
 @pytest.mark.parametrize(
-    ("sharded", "changes", "divisor", "key"),
+    ("mesh", "changes", "divisor", "key"),
     [
-        (False, {}, None, "trainer.model"),
-        (True, {}, 1.0, "grad_divisor"),
-        (True, {"bf16": True}, None, "mixed_precision"),
-        (True, {"auto_find_batch_size": True}, None, "auto_find_batch_size"),
-        (True, {"accelerator_config": {"even_batches": False}}, None, "accelerator_config.even_batches"),
+        ({}, {}, None, "trainer.model"),
+        ({"tp": 2}, {}, None, "mesh.tp"),
+        ({"cp": 2}, {}, None, "mesh.cp"),
+        ({"ep": 2}, {}, 1.0, "grad_divisor"),
+        ({"ep": 2}, {"bf16": True}, None, "mixed_precision"),
+        ({"ep": 2}, {"auto_find_batch_size": True}, None, "auto_find_batch_size"),
+        ({"ep": 2}, {"accelerator_config": {"even_batches": False}}, None, "accelerator_config.even_batches"),
     ],
 )
 def test_what_sharding_does_otherwise_is_refused(
-    tmp_path: Path, sharded: bool, changes: dict[str, Any], divisor: float | None, key: str
+    tmp_path: Path, mesh: dict[str, int], changes: dict[str, Any], divisor: float | None, key: str
 ) -> None:
-    assert run_ranks(refused, 2, str(tmp_path), sharded, changes, divisor)[0].startswith(f"{key}: expected")
+    assert run_ranks(refused, 2, str(tmp_path), mesh, changes, divisor)[0].startswith(f"{key}: expected")
 
 
 def load_unfinished(folder: str) -> None:
