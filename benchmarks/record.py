@@ -4,7 +4,8 @@
     python benchmarks/record.py fsdp_step --rounds 4                  what follows the name is the benchmark's
     python benchmarks/record.py --results /tmp/pages train_step --tiny
 
-A page is a benchmark, a section is a command: recording a command again replaces its section and no other.
+A page is a benchmark, a section is a command: recording a command again replaces its section and no other. A
+new page and a new section are named after the benchmark and its options; give them a title that says more.
 A benchmark that fails leaves the page as it was. A page of a new benchmark needs a line in mkdocs.yml.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("torch", "triton", "transformers", "torchtitan")
-HEADING = "## `"
+HEADING = "## "
 
 
 def run(script: Path, arguments: list[str]) -> str:
@@ -59,17 +60,21 @@ def facts() -> str:
 
 def section(script: Path, arguments: list[str], machine: str, printed: str) -> str:
     command = shlex.join(["python", f"benchmarks/{script.name}", *arguments])
-    return f"{HEADING}{command}`\n\n{machine}\n\n```text\n{printed}\n```\n"
+    title = f"With {shlex.join(arguments)}" if arguments else "With its defaults"
+    return f"{HEADING}{title}\n\n`{command}`\n\n{machine}\n\n```text\n{printed}\n```\n"
 
 
 def with_section(page: str, new: str) -> str:
-    """``page`` with the section of the same heading replaced by ``new``, or with ``new`` at its end."""
+    """``page`` with the section of the same command replaced by ``new`` under its own title, or with ``new``
+    at its end."""
     head, *sections = page.split(f"\n{HEADING}")
     sections = [f"{HEADING}{text}".rstrip("\n") + "\n" for text in sections]
-    headings = [text.splitlines()[0] for text in sections]
-    heading = new.splitlines()[0]
-    if heading in headings:
-        sections[headings.index(heading)] = new
+    commands = [text.splitlines()[2] for text in sections]
+    _, command, *_ = new.split("\n\n")
+    if command in commands:
+        place = commands.index(command)
+        title = sections[place].splitlines()[0]
+        sections[place] = "\n".join([title, *new.splitlines()[1:], ""])
     else:
         sections.append(new)
     return "\n".join([head.rstrip("\n") + "\n", *sections])
@@ -78,7 +83,7 @@ def with_section(page: str, new: str) -> str:
 def opening(script: Path) -> str:
     """A title, and the question the benchmark answers."""
     about = (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
-    return f"# benchmarks/{script.name}\n\n{' '.join(about.split())}\n"
+    return f"# {script.stem.replace('_', ' ').capitalize()}\n\n{' '.join(about.split())}\n"
 
 
 def record(script: Path, arguments: list[str], results: Path) -> Path:

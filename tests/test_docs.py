@@ -4,6 +4,7 @@ command, and the API reference says what a caller needs. `make docs` checks the 
 import importlib
 import inspect
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,16 +148,23 @@ def test_guides_say_what_to_set_first() -> None:
     assert not silent
 
 
-def test_every_result_has_the_command_that_printed_it() -> None:
+def test_every_result_has_a_title_and_the_command_that_printed_it() -> None:
     assert RESULTS, "expected pages in docs/results/"
     for page in RESULTS:
-        headings = [line for line in page.read_text().splitlines() if line.startswith("## ")]
-        assert headings, page.name
-        for heading in headings:
-            command = re.match(r"## `python (benchmarks/(\w+)\.py)", heading)
-            assert command is not None, f"{page.name}: {heading}"
-            assert command[2] == page.stem or page.stem == "removed", f"{page.name}: {heading}"
+        sections = re.findall(r"^## (.*)\n\n(.*)$", page.read_text(), re.M)
+        assert sections, page.name
+        for title, line in sections:
+            assert "`" not in title, f"{page.name}: {title}"
+            command = re.match(r"`python (benchmarks/(\w+)\.py)", line)
+            assert command is not None, f"{page.name}: {title}"
+            assert command[2] == page.stem or page.stem == "removed", f"{page.name}: {title}"
             assert (ROOT / command[1]).is_file()
+
+
+def test_every_extra_of_the_package_is_explained_where_it_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (DOCS / "install.md").read_text()
+    assert not [name for name in project["optional-dependencies"] if f"\n| `{name}` | " not in page]
 
 
 def test_every_public_name_is_in_the_api_reference() -> None:

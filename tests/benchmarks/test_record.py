@@ -18,17 +18,18 @@ def test_a_page_holds_the_command_the_machine_and_what_was_printed(tmp_path: Pat
     page = record(fast, ["--rounds", "2"], tmp_path / "results")
     lines = page.read_text().splitlines()
     assert page.name == "speed.md"
-    assert lines[:5] == [
-        "# benchmarks/speed.py", "", "How fast is it?", "", "## `python benchmarks/speed.py --rounds 2`",
+    assert lines[:7] == [
+        "# Speed", "", "How fast is it?", "",
+        "## With --rounds 2", "", "`python benchmarks/speed.py --rounds 2`",
     ]  # fmt: skip
-    assert "torch" in lines[6]
-    assert lines[8:] == ["```text", "took --rounds 2", "```"]
+    assert "torch" in lines[8]
+    assert lines[10:] == ["```text", "took --rounds 2", "```"]
 
 
 def test_recording_a_command_again_replaces_its_section_and_no_other(tmp_path: Path) -> None:
     path = script(tmp_path, "")
     page = with_section(opening(path), section(path, ["--a"], "a CPU", "first"))
-    page = with_section(page, section(path, [], "a CPU", "plain"))
+    page = with_section(page, section(path, [], "a CPU", "plain")).replace("With --a", "A title of its own")
     again = with_section(page, section(path, ["--a"], "a GPU", "second"))
     assert again == page.replace("first", "second").replace("a CPU", "a GPU", 1)
     assert again.index("--a") < again.index("plain")
