@@ -150,7 +150,7 @@ def decided(config: Config, meshes: Meshes) -> dict[str, Any]:
     """What this start takes for keys that leave it open."""
     found: dict[str, Any] = {}
     if config.mesh.dp_shard == -1:
-        found["mesh.dp_shard"] = meshes.degrees.dp_shard
+        found["mesh.dp_shard"] = f"{meshes.degrees.dp_shard} (all ranks that the other axes leave)"
     if config.experts.dispatcher == "auto" and config.model.num_experts:
         degrees = meshes.degrees
         layout = ExpertLayout(
@@ -160,5 +160,6 @@ def decided(config: Config, meshes: Meshes) -> dict[str, Any]:
         found["experts.dispatcher"] = f"{choice.dispatcher} ({choice.reason})"
     if config.train.kernels == "auto":
         like_weights = torch.empty(0, dtype=torch.bfloat16, device=meshes.device)
-        found["train.kernels"] = "plain torch" if triton_for(like_weights) is None else "Triton"
+        plain = "plain torch (the fused kernels need a GPU that computes in bfloat16)"
+        found["train.kernels"] = plain if triton_for(like_weights) is None else "fused kernels, by Triton"
     return found

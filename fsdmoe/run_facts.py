@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from fsdmoe.config import Config
 from fsdmoe.data import DataConfig, DataStream
+from fsdmoe.data.holdout import Holdout
 from fsdmoe.data.stream import SourceFacts
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Axis, Degrees, Meshes
@@ -18,8 +20,13 @@ from fsdmoe.observe.text import short
 from fsdmoe.optim import count_state
 from fsdmoe.plan import Job, Setting
 from fsdmoe.plan.memory import offloaded_bytes, step_bytes
+from fsdmoe.run_config import decided
 
 MOST_SOURCES = 3  # a mixture of dozens stays one line
+LOOKED_AT = 1_000_000  # tokens of each source, to estimate which share of them carries loss
+FEWEST_DOCUMENTS = 10
+FEWEST_TOKENS = 10_000
+"""Of a held-out slice: below, its loss says more about the slice than about the model."""
 
 
 def run_facts(config: Config, meshes: Meshes, start_step: int) -> RunFacts:
@@ -41,16 +48,24 @@ def start_card(
     None where there was none."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     graphs = {} if config.train.graphs == "none" else {"graphs": graphs_text(config, meshes.size(Axis.WORLD))}
+    adapters = {"adapters": adapters_text(config, model)} if config.adapter.is_on else {}
+    balance = {"balance": balance_text(config, model)} if config.model.num_moe_layers else {}
     return {
         "model": _model_text(config, num_parameters),
         "weights": _weights_text(config, resumed_at),
+        **adapters,
+        **balance,
         "data": data_text(data, config.data),
+        "loss": loss_text(data),
+        "evaluation": evaluation_text(config, data),
         "precision": _precision_text(config),
         "devices": _devices_text(meshes),
         "batch": _batch_text(config, resumed_at or 0),
         "memory": _memory_text(config, model),
         "activations": _activations_text(config, meshes.size(Axis.WORLD)),
         **graphs,
+        "decided": "; ".join(f"{key} = {value}" for key, value in decided(config, meshes).items())
+        or "nothing",
         "output": config.train.output_dir,
     }
 
@@ -71,6 +86,77 @@ def _source_text(source: SourceFacts) -> str:
 def _shortened(sources: Sequence[str]) -> list[str]:
     rest = len(sources) - MOST_SOURCES
     return [*sources[:MOST_SOURCES], *([f"and {rest} more sources"] if rest > 0 else [])]
+
+
+def loss_text(data: DataStream) -> str:
+    """Which share of the tokens is learnt: all of a text, the answers of a chat."""
+    shares = [
+        source.weight * (1.0 if store.targets is None else float(store.targets[:LOOKED_AT].mean()))
+        for store, source in zip(data.stores, data.sources(), strict=True)
+    ]
+    if all(store.targets is None for store in data.stores):
+        return "on every token"
+    return f"on {sum(shares):.1%} of the tokens (estimated from the first {short(LOOKED_AT)} of each source)"
+
+
+def evaluation_text(config: Config, data: DataStream) -> str:
+    """What is held out, and whether that is enough to tell something."""
+    train = config.train
+    if train.eval_interval < 0:
+        return "never (train.eval_interval = -1)"
+    held_out = Holdout(data.stores, config.data.holdout).documents()
+    num_documents = len(held_out.document_N)
+    when = f"every {train.eval_interval} steps and at the end" if train.eval_interval else "at the end"
+    text = (
+        f"{when}, on up to {train.eval_batches * train.global_batch_size} rows of {num_documents:,} held-out "
+        f"documents, {short(held_out.num_tokens)} tokens (data.holdout = {config.data.holdout:g})"
+    )
+    if num_documents >= FEWEST_DOCUMENTS and held_out.num_tokens >= FEWEST_TOKENS:
+        return text
+    return f"{text}; warning: so few that the loss on them is mostly chance, raise data.holdout"
+
+
+def adapters_text(config: Config, model: nn.Module) -> str:
+    """Rank, what has one, and how much is trained."""
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    num_trained = sum(count for count, is_trained in counts if is_trained)
+    owners = [name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name]
+    targets = dict.fromkeys(name.replace(".base_layer", "").rpartition(".")[2] for name in owners)
+    share = num_trained / sum(count for count, _ in counts)
+    return (
+        f"{config.adapter.kind} of rank {config.adapter.rank} on {', '.join(targets)}; "
+        f"{short(num_trained)} parameters are trained, {share:.2%} of all"
+    )
+
+
+def balance_text(config: Config, model: nn.Module) -> str:
+    """What keeps the experts' loads even."""
+    if config.adapter.is_on and config.adapter.freeze_base:
+        return "as the model has it: its routers are frozen, unless an adapter is on them"
+    if config.model.hf is not None:
+        return _own_balance_text(getattr(model, "config", None))
+    if config.experts.selection != "top_k":
+        return f"even by construction (experts.selection = {config.experts.selection})"
+    found = {k: v for k, v in vars(config.experts.balance).items() if isinstance(v, float) and k != "z_loss"}
+    terms = [f"{name} {value:g}" for name, value in found.items() if value]
+    if terms:
+        return f"{', '.join(terms)} (experts.balance)"
+    return (
+        "warning: nothing keeps the experts' loads even, so a few may get most of the tokens; set "
+        "experts.balance.sequence = 0.01 (docs/routing.md)"
+    )
+
+
+def _own_balance_text(config: Any) -> str:
+    """Of a Hugging Face model, whose auxiliary loss is its own."""
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    found = [f"{name} {value:g}" for name in names if (value := getattr(config, name, None))]
+    if found and getattr(config, "output_router_logits", False):
+        return f"the model's own auxiliary loss, {found[0]}"
+    return (
+        "warning: nothing keeps the experts' loads even; where the model has an auxiliary loss, set "
+        "output_router_logits = true in its config.json"
+    )
 
 
 def _model_text(config: Config, num_parameters: int) -> str:

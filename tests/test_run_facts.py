@@ -1,18 +1,35 @@
 """The lines of the start's card that no run of one small rank shows."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from torch import nn
 
 from fsdmoe.config import Config
-from fsdmoe.data import DataConfig
+from fsdmoe.data import DataConfig, build_data
 from fsdmoe.data.stream import SourceFacts
+from fsdmoe.huggingface.folder import build_folder_model
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models import build_model
 from fsdmoe.models.config import preset_config
 from fsdmoe.models.flops import idle_expert_params
-from fsdmoe.run_facts import _weights_text, data_text, graphs_text, mesh_axes
+from fsdmoe.run_facts import (
+    _weights_text,
+    adapters_text,
+    balance_text,
+    data_text,
+    evaluation_text,
+    graphs_text,
+    loss_text,
+    mesh_axes,
+)
+from fsdmoe.testing import requires_peft
+from tests.support.hf_tiny import tiny_hf
 from tests.support.tiny_run import tiny_config
 
 
@@ -71,3 +88,58 @@ def test_memory_that_stays_with_graphs_is_planned_and_grows_with_the_micro_batch
     small, large = (float(text.split("about ")[1].split()[0]) for text in texts)
     assert texts[0].startswith("micro-batches are captured, of up to 4 shapes")
     assert 0 < small < large
+
+
+def test_the_share_of_tokens_with_loss_is_estimated_from_the_beginning_of_each_source() -> None:
+    answers = SimpleNamespace(targets=np.array([1, 0, 0, 0], np.uint8))
+    text = SimpleNamespace(targets=None)
+
+    def share(*stores: Any) -> str:
+        facts = [SimpleNamespace(weight=1 / len(stores)) for _ in stores]
+        return loss_text(SimpleNamespace(stores=stores, sources=lambda: facts))  # type: ignore[arg-type]
+
+    assert share(text, text) == "on every token"
+    assert share(answers, text) == "on 62.5% of the tokens (estimated from the first 1M of each source)"
+
+
+def test_a_small_held_out_slice_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("one\n\ntwo\n\nthree")
+    small = DataConfig(kind="text", path=str(tmp_path), separator="\n\n", holdout=0.2)
+    large = DataConfig(max_bytes=2_000_000, holdout=0.5)
+    texts = []
+    for data in (small, large):
+        config = replace(tiny_config("runs/x", 1), data=data)
+        with build_data(
+            data, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=8, seed=0
+        ) as opened:
+            texts.append(evaluation_text(config, opened))
+    assert texts[0].startswith("every 10 steps and at the end, on up to 8 rows of 1 held-out documents")
+    assert texts[0].endswith("warning: so few that the loss on them is mostly chance, raise data.holdout")
+    assert "warning" not in texts[1]
+
+
+def test_it_is_said_what_balances_the_experts_and_warned_where_nothing_does() -> None:
+    def balance(model: nn.Module, **overrides: Any) -> str:
+        return balance_text(tiny_config("runs/x", 1, **overrides), model)
+
+    assert balance(nn.Module()) == "sequence 0.01 (experts.balance)"
+    even = "sequence 0.01, bias_rate 0.001 (experts.balance)"
+    assert balance(nn.Module(), experts__balance__bias_rate=0.001) == even
+    nothing = "warning: nothing keeps the experts' loads even"
+    assert balance(nn.Module(), experts__balance__sequence=0).startswith(nothing)
+    config = tiny_config("runs/x", 1)
+    config = replace(config, model=replace(config.model, hf="somewhere"))
+    own = SimpleNamespace(router_aux_loss_coef=0.05, output_router_logits=True)
+    wrapped: Any = SimpleNamespace(config=own)
+    assert balance_text(config, wrapped) == "the model's own auxiliary loss, router_aux_loss_coef 0.05"
+    own.output_router_logits = False
+    assert balance_text(config, wrapped).startswith(nothing)
+
+
+@requires_peft
+def test_adapters_are_told_by_rank_targets_and_what_is_trained(tmp_path: Path) -> None:
+    tiny_hf("qwen3_moe").save_pretrained(tmp_path)  # type: ignore[operator]
+    config = replace(tiny_config("runs/x", 1), adapter=AdapterConfig(rank=4))
+    text = adapters_text(config, build_folder_model(str(tmp_path), config.adapter))
+    assert text.startswith("lora of rank 4 on q_proj, k_proj, v_proj, o_proj, experts; ")
+    assert text.endswith("% of all")

@@ -64,9 +64,8 @@ def choose_dispatcher(layout: ExpertLayout) -> Choice:
         return Choice("local", "every rank holds every expert (ep 1)")
     exact, everyone = layout.rows_per_token("all_to_all"), layout.rows_per_token("allgather")
     dispatcher = "all_to_all" if exact * ALL_TO_ALL_COST < everyone else "allgather"
-    setting = f"top-{layout.top_k} of {layout.num_experts} experts over ep {layout.ep}, etp {layout.etp}"
     volumes = (
-        f"all_to_all sends {exact:.2f} rows a token, each counted {ALL_TO_ALL_COST:.2f} times, "
-        f"allgather {everyone:.0f}"
+        f"a token needs {exact:.2f} of the {everyone:.0f} other ranks that share its experts: all_to_all "
+        f"sends it to those alone, at {ALL_TO_ALL_COST:.2f} times the cost a rank, allgather to all"
     )
-    return Choice(dispatcher, f"{setting}: {volumes}")
+    return Choice(dispatcher, volumes)
