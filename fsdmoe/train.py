@@ -32,6 +32,7 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.plan.dry_run import dry_run
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.run_facts import run_facts, start_card
+from fsdmoe.samples import Samples
 from fsdmoe.step_duties import step_duties
 
 
@@ -65,6 +66,7 @@ class Run:
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
             self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = kind.causal_lm(packed_rows=config.data.seq_len if config.data.pack else 0)
+        self.samples = Samples(train.sample_prompts, config.data, meshes.device)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.duties = step_duties(self.model, self.decoder.routers(), config.experts.balance.bias_rate)
         self.moe_layers = [f"layer {number}" for number in self.decoder.moe_layers()]
@@ -169,6 +171,7 @@ class Run:
             is_last = step == train.steps
             if train.evaluates_at(step):
                 self.observer.log_eval(step, self.evaluate())
+                self.observer.log_samples(step, self.samples.generate(self.decoder))
             asked = lifecycle.signal_of_any_rank(received, self.meshes.device)
             is_end = (is_last or bool(asked)) and self.config.checkpoint.interval >= 0
             self.checkpoints.maybe_save(step, self.state, is_last=is_end)

@@ -49,7 +49,7 @@ FLOORS = {
         "frozen_layers",
         "quantized_state",
     },
-    5: {"launch", "plan", "run_config", "run_facts", "run_lock", "train"},
+    5: {"launch", "plan", "run_config", "run_facts", "run_lock", "samples", "train"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}
 # The harness is for tests; the package's own __init__ imports all that it exports.

@@ -30,6 +30,9 @@ class TrainConfig:
     """Steps between evaluations on the held-out slice; 0 evaluates only at the end, -1 never."""
     eval_batches: int = 8
     """Global batches of held-out rows in one evaluation; the same rows whatever the number of ranks."""
+    sample_prompts: tuple[str, ...] = ()
+    """Texts that the model goes on with at every evaluation, greedily for 32 tokens: printed, and written to
+    metrics.jsonl. Markers such as <|im_start|> in them are the tokens that they name."""
     max_skipped_steps: int = 10
     """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops. Those that
     lower precision.loss_scale do not count."""
@@ -71,6 +74,13 @@ class TrainConfig:
             problems.append(
                 'train.graph_shapes: expected train.graphs = "step" or "layer", which it says something of, '
                 'got "none"; set that, or drop the line'
+            )
+        if not all(self.sample_prompts):
+            problems.append("train.sample_prompts: expected texts, got an empty one; write a word or more")
+        if self.sample_prompts and self.eval_interval < 0:
+            problems.append(
+                "train.sample_prompts: expected evaluations, after which samples are made, got "
+                "train.eval_interval = -1; set it to 0 (at the end) or more, or drop the prompts"
             )
         if not self.output_dir:
             problems.append("train.output_dir: expected a folder, got an empty string; name one")

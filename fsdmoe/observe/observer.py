@@ -73,6 +73,11 @@ class Observer:
         if self._main is not None:
             self._main.log_eval(step, eval_loss)
 
+    def log_samples(self, step: int, samples: Mapping[str, str]) -> None:
+        """How the model goes on with each prompt after ``step``; none, and nothing is said."""
+        if self._main is not None and samples:
+            self._main.log_samples(step, samples)
+
     @contextmanager
     def step_profile(self, step: int) -> Iterator[None]:
         """Wraps the whole of a step, on every rank: ``with observer.step_profile(step): ...``.
@@ -234,6 +239,11 @@ class _MainRank:
         for each in self._loggers:
             each.log(step, row_scalars(row))
         self.screen.note(f"step {step}: evaluation loss {value:.4f}")
+
+    def log_samples(self, step: int, samples: Mapping[str, str]) -> None:
+        self._metrics.write({"step": step, "samples": dict(samples)})
+        for prompt, text in samples.items():
+            self.screen.note(f"step {step}: {prompt!r} goes on with {text!r}")
 
     def close(self, status: str) -> None:
         if self._unlogged is not None:

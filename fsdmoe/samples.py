@@ -1,0 +1,65 @@
+"""Samples during training: how the model goes on with the prompts of ``train.sample_prompts``.
+
+All ranks generate together, since each holds a part of the weights: the same prompts, and the same number of
+tokens, so that no rank runs a layer that another one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fsdmoe.data import DataConfig
+from fsdmoe.data.tokenizer import load_tokenizer
+from fsdmoe.models.decoder import Decoder
+
+NEW_TOKENS = 32
+_ROWS_OF = 128  # the length of a row is a multiple of it: mesh.tp divides rows evenly
+
+
+class Samples:
+    """Goes on greedily with each prompt. A prompt is text as the model sees it: markers such as
+    ``<|im_start|>`` are the tokens that they name."""
+
+    def __init__(self, prompts: Sequence[str], data: DataConfig, device: torch.device) -> None:
+        self._prompts, self._device = prompts, device
+        if prompts:
+            self._tokenizer = load_tokenizer(
+                data.tokenizer, eos_token=data.eos_token, bos_token=data.bos_token
+            )
+
+    @torch.no_grad()
+    def generate(self, model: Any) -> dict[str, str]:
+        """Prompt -> what follows it. Collective; ``model`` is the run's :class:`CausalLM`."""
+        found = {}
+        for prompt in self._prompts:
+            ids = self._tokenizer.encode_template(prompt).tolist()
+            if self._tokenizer.bos_id is not None:
+                ids.insert(0, self._tokenizer.bos_id)
+            model.eval()
+            new = self._of_decoder(model, ids) if isinstance(model, Decoder) else self._of_wrapped(model, ids)
+            model.train()
+            end = self._tokenizer.eos_id
+            found[prompt] = self._tokenizer.decode(new[: new.index(end)] if end in new else new)
+        return found
+
+    def _of_decoder(self, model: Decoder, ids: list[int]) -> list[int]:
+        length = len(ids) + NEW_TOKENS
+        tokens_1S = torch.zeros(1, length + -length % _ROWS_OF, dtype=torch.long, device=self._device)
+        tokens_1S[0, : len(ids)] = torch.tensor(ids)
+        for place in range(len(ids), length):  # what is behind a token does not change it
+            tokens_1S[0, place] = model(tokens_1S).logits_BSV[0, place - 1].argmax()
+        return tokens_1S[0, len(ids) : length].tolist()
+
+    def _of_wrapped(self, model: Any, ids: list[int]) -> list[int]:
+        tokens_1S = torch.tensor([ids], device=self._device)
+        out_1S = model.module.generate(
+            input_ids=tokens_1S,
+            attention_mask=torch.ones_like(tokens_1S),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=self._tokenizer.eos_id,
+        )
+        return out_1S[0, len(ids) :].tolist()
