@@ -25,7 +25,7 @@ def main(folder: str, steps: int) -> list[float]:
     fsdmoe.prepare_accelerator(accelerator)  # the one call
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG)
-    model = fsdmoe.parallelize(model, meshes)  # load="path/to/hf_dir" to fine-tune
+    model = fsdmoe.parallelize(model, meshes)  # load="tutorial/model" to fine-tune
     optimizer = fsdmoe.AdamW(model, lr=1e-2)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=100)
     rows = (torch.arange(63 * 16) % CONFIG.vocab_size).view(63, 16)

@@ -23,7 +23,7 @@ def main(folder: str, steps: int) -> None:
     meshes = fsdmoe.build_meshes(ep=2)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG)
-    model = fsdmoe.parallelize(model, meshes)  # load="path/to/hf_dir" to fine-tune
+    model = fsdmoe.parallelize(model, meshes)  # load="tutorial/model" to fine-tune
     tokens = torch.arange(64 * 16).view(64, 16) % CONFIG.vocab_size
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     arguments = TrainingArguments(

@@ -62,7 +62,7 @@ def main(folder: str, steps: int) -> None:
     meshes = fsdmoe.build_meshes(ep=2)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG)
-    model = fsdmoe.parallelize(model, meshes)  # load="path/to/hf_dir" to fine-tune
+    model = fsdmoe.parallelize(model, meshes)  # load="tutorial/model" to fine-tune
     arguments = SFTConfig(
         folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, max_length=32, packing=True, assistant_only_loss=True, logging_steps=1,

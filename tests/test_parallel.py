@@ -53,7 +53,7 @@ def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     text = example_of("README.md")
     assert text == example_of("docs/huggingface.md")
     model = tiny_hf("qwen3_moe", max_position_embeddings=512)
-    model.save_pretrained(tmp_path / "path/to/hf_dir")  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "tutorial/model")  # type: ignore[operator]
     got = run_ranks(run_text, 2, text, str(tmp_path))
     for rank, (loss, kind, files) in enumerate(got):
         torch.manual_seed(rank)

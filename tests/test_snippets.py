@@ -1,14 +1,10 @@
 """Every code block of README.md and the guides works: Python runs as it was pasted, configurations and
 ``train.py`` commands are read by ``train.py``, and other commands name programs and options that exist.
-``make test-full`` runs the commands too."""
+``make test-full`` runs the commands too; ``test_journeys.py`` follows six readers over several pages."""
 
 import contextlib
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -23,16 +19,30 @@ from fsdmoe.data.__main__ import parser as data_parser
 from fsdmoe.observe.__main__ import parser as observe_parser
 from fsdmoe.plan.__main__ import parser as plan_parser
 from fsdmoe.plan.dry_run import plan_run
-from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
-from tests.support.one_gpu import free_port
-from tests.support.scripts import IMPORTS_ROOT, run_program, started_ranks
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.support.pasted import run_pasted
+from tests.support.scripts import run_program, started_ranks
 from tests.support.snippet_names import NAMES
 from tests.support.snippets import LANGUAGES, PAGES, ROOT, Block, Command, blocks, commands
 
 pytestmark = requires_transformers
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 # What a reader may have beside Python: commands that are not looked into.
-SHELL = {"[", "cat", "do", "done", "export", "head", "kill", "source", "tensorboard", "true", "wait", "while"}
+SHELL = {
+    "[",
+    "cat",
+    "do",
+    "done",
+    "export",
+    "head",
+    "kill",
+    "sed",
+    "source",
+    "tensorboard",
+    "true",
+    "wait",
+    "while",
+}
 MY_TOML = '[data]\nkind = "text"\npath = "corpus"\n[train]\nglobal_batch_size = 64\n'
 FINETUNE = [block for block in BLOCKS if block.page.name == "finetune.md" and block.language == "bash"]
 
@@ -41,14 +51,26 @@ FINETUNE = [block for block in BLOCKS if block.page.name == "finetune.md" and bl
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository as a reader has it, with the files that the pages call the reader's own."""
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("train.py", "benchmarks", "configs", "examples", "fsdmoe", "tests", "Makefile"):
+    for name in (
+        "train.py",
+        "benchmarks",
+        "configs",
+        "examples",
+        "fsdmoe",
+        "tests",
+        "docs",
+        "README.md",
+        "Makefile",
+    ):
         (folder / name).symlink_to(ROOT / name)
-    made = run_program("examples/make_tiny_model.py", str(folder / "path/to/hf_dir"))
+    made = run_program("examples/make_tiny_model.py", str(folder / "tutorial/model"))
     assert made.wait() == 0, made.stderr
-    for name in ("Qwen3-30B-A3B", "tutorial/model"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).symlink_to(folder / "path/to/hf_dir")
-    (folder / "tokenizer.json").symlink_to(folder / "path/to/hf_dir/tokenizer.json")
+    (folder / "Qwen3-30B-A3B").symlink_to(folder / "tutorial/model")
+    (folder / "tokenizer.json").symlink_to(folder / "tutorial/model/tokenizer.json")
+    (folder / "runs").mkdir()
+    with contextlib.chdir(folder):  # what the tutorial, the first page with files, has the reader write
+        write_files(folder, ROOT / "docs/finetune.md")
+        exec(written_rows(), {})
     (folder / "corpus").mkdir()
     for number in range(4):
         (folder / f"corpus/{number}.txt").write_text(f"Text {number} to train on. " * 200)
@@ -97,7 +119,7 @@ def run_blocks(folder: str, world_size: int) -> list[str]:
         work = Path(folder, block.page.stem)
         work.mkdir(exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            (work / "path").symlink_to(Path(folder, "path"))
+            (work / "tutorial").symlink_to(Path(folder, "tutorial"))
         scope = names.setdefault(block.page.name, {"__name__": "__main__"})
         scope |= NAMES[needs]()
         with contextlib.chdir(work):
@@ -137,17 +159,26 @@ def test_configurations_are_understood(folder: Path, block: Block) -> None:
 def write_files(folder: Path, page: Path) -> None:
     """What the page has the reader write: its first configuration as my.toml, and files in commands."""
     configurations = [block.text for block in blocks(page) if block.language == "toml"]
-    for name in ("my.toml", "my_run.toml"):
-        (folder / name).write_text(configurations[0] if configurations else MY_TOML)
+    (folder / "my.toml").write_text(configurations[0] if configurations else MY_TOML)
     for name, text in re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END$", page.read_text(), re.M | re.S):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+
+
+def written_rows() -> str:
+    """The Python that writes the tutorial's chats."""
+    written = re.search(r"^python - <<'END'\n(.*?)^END$", FINETUNE[1].text, re.M | re.S)
+    assert written
+    return written[1]
 
 
 def check_train(command: Command) -> None:
     words = [word for word in command.program[1:] if word not in ("--dry-run", "--files-elsewhere")]
     if words[:1] == ["--help"]:
         return
+    if "--run" in words:  # there is no such run yet: its other options go with any configuration
+        place = words.index("--run")
+        words[place : place + 2] = ["--config", "configs/quickstart.toml"]
     if "--world" not in words:
         words += ["--world", str(command.world_size)]
     with pytest.raises(SystemExit) as ended:
@@ -159,6 +190,8 @@ def check_train(command: Command) -> None:
 
 def check_script(command: Command) -> None:
     script, *words = command.program
+    if script.startswith("runs/"):
+        return  # the page has made it
     source = (ROOT / script).read_text()
     unknown = [word for word in words if word.startswith("--") and f'"{word}"' not in source]
     assert not unknown, f"{command.block.name}: {script} does not know {unknown}"
@@ -217,6 +250,26 @@ def test_commands_are_understood(
                 check(command)
 
 
+def trains(command: Command) -> bool:
+    """Whether it starts train.py on the quick start's configuration, and not only to look at it."""
+    looks = {"--dry-run", "--print-config", "--help", "--evaluate-only"} & set(command.words)
+    return command.program[:1] == ("train.py",) and "configs/quickstart.toml" in command.words and not looks
+
+
+def test_runs_of_the_guides_are_short_and_each_page_has_folders_of_its_own() -> None:
+    """In the folder of another page's run, a run would have nothing left to train, or another model."""
+    owners: dict[str, str] = {}
+    for block in BLOCKS:
+        for command in filter(
+            trains, commands(block) if block.language == "bash" and not block.needs else []
+        ):
+            words = command.words
+            assert {"--train.steps", "--train.output_dir"} <= set(words), f"{block.name}: {' '.join(words)}"
+            folder = words[words.index("--train.output_dir") + 1]
+            assert int(words[words.index("--train.steps") + 1]) <= 30, block.name
+            assert owners.setdefault(folder, block.page.name) == block.page.name, f"{block.name}: {folder}"
+
+
 # The tutorial, and what else would take long
 
 
@@ -238,45 +291,16 @@ def test_the_tutorial_trains_resumes_under_another_mesh_exports_and_answers(fold
     write_files(folder, ROOT / "docs/finetune.md")
     config = folder / "tutorial/finetune.toml"
     config.write_text(config.read_text().replace('"tutorial/', f'"{folder}/tutorial/'))
-    written = re.search(r"^python - <<'END'\n(.*?)^END$", FINETUNE[1].text, re.M | re.S)
-    assert written
     found = [command for block in FINETUNE if not block.needs for command in commands(block)]
     first, then = (command for command in found if command.words[0] == "torchrun")
     (to_hf,) = (command for command in found if "to-hf" in command.words)
     (ask,) = (command for command in found if "examples/generate.py" in command.words)
     short = ["--train.eval_interval", "-1", "--observe.tensorboard", "false", "--train.steps"]
     with contextlib.chdir(folder):
-        exec(written[1], {})
         start(first, folder, *short, "2")
         assert "ep 1 -> 2" in start(then, folder, *short, "4")
         assert main(to_hf.program[2:]) == 0
     assert start(ask, folder)
-
-
-@pytest.mark.full
-def test_the_tutorial_as_pasted_ends_with_the_right_answer(folder: Path) -> None:
-    shutil.rmtree(folder / "tutorial")
-    script = "".join(block.text for block in FINETUNE if not block.needs)
-    assert run_pasted(folder, script).splitlines()[-1] == "The capital of France is Paris."
-
-
-def run_pasted(folder: Path, script: str) -> str:
-    """What bash prints of it, in the reader's folder."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | IMPORTS_ROOT | NO_GPU
-    environment["PET_MASTER_PORT"] = free_port()  # torchrun's own is one for all pages that run at once
-    bash = subprocess.Popen(
-        ["bash", "-e"], cwd=folder, env=environment, text=True, start_new_session=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        printed, complaints = bash.communicate(script, timeout=1200)
-    except BaseException:
-        os.killpg(bash.pid, signal.SIGTERM)  # launchers among what it started end their ranks then
-        bash.communicate()
-        raise
-    assert bash.returncode == 0, printed + complaints
-    return printed
 
 
 def takes_part(block: Block) -> bool:
@@ -294,12 +318,11 @@ def test_commands_run_in_bash(folder: Path, page: Path) -> None:
     write_files(folder, page)
     shutil.rmtree(folder / "runs", ignore_errors=True)
     script = "".join(block.text for block in blocks(page) if takes_part(block))
-    # The quick start's 90 steps on every page would take an hour, a reader's own run many; and a step in bf16
-    # takes a minute where a CPU has no instructions for it.
-    few = r"\1 --train.steps 3 --train.eval_interval -1"
-    small = r"\1 --data.seq_len 256 --precision.param_dtype float32"
-    script = re.sub(r"(configs/quickstart\.toml|--config my\.toml)", few, script)
-    run_pasted(folder, re.sub(r"(train\.py --model\.hf path/to/hf_dir)", small, script))
+    (folder / "runs").mkdir()
+    # A fifth of the steps: what they come to is checked by the journeys.
+    run_pasted(
+        folder, re.sub(r"(?<=steps )(= )?(\d+)", lambda m: f"{m[1] or ''}{-(-int(m[2]) // 5)}", script)
+    )
 
 
 PLANS = re.findall(

@@ -57,7 +57,7 @@ class Command:
         if words and words[0] in ("torchrun", "python", "python3"):
             launcher = words.pop(0)
             while words and words[0].startswith("--") and launcher == "torchrun":
-                del words[: 1 if words[0] == "--standalone" else 2]
+                del words[: 1 if words[0] in ("--standalone", "--") else 2]
         return tuple(words)
 
     @property
@@ -100,3 +100,16 @@ def commands(block: Block) -> list[Command]:
         else:
             words.append(word)
     return found
+
+
+def pasted(page: str, *headings: str) -> str:
+    """The bash of a page (of these sections of it), of all blocks that need nothing else. Left out are tests,
+    and what goes on until it is stopped."""
+    lines = (ROOT / page).read_text().splitlines()
+    found = ""
+    for block in blocks(ROOT / page):
+        above = [line[3:] for line in lines[: block.line] if line.startswith("## ")]
+        if block.language == "bash" and not block.needs and (not headings or {*above[-1:]} & {*headings}):
+            found += block.text
+    left_out = r"(make test|make check|pytest|tensorboard)\b|.*--serve"
+    return "".join(line for line in found.splitlines(keepends=True) if not re.match(left_out, line))
