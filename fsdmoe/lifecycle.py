@@ -125,7 +125,9 @@ class Ending:
             nonlocal first
             # A launcher forwards the Ctrl-C that its ranks received too: a second one soon is that echo.
             is_echo = time.monotonic() - first < _ECHO_SECONDS
-            if self.received and number == signal.SIGINT and not is_echo:
+            # torchrun tells its ranks of a second Ctrl-C by SIGTERM.
+            if self.received and not is_echo and signal.SIGINT in (number, self.received[0]):
+                first = time.monotonic()
                 raise KeyboardInterrupt
             first = first or time.monotonic()
             self.received.append(number)

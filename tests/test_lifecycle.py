@@ -152,3 +152,34 @@ def test_the_launchers_echo_of_ctrl_c_is_not_a_second_one(
         now += 0.2 * lifecycle._ECHO_SECONDS
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("signals", "ends"),
+    [
+        ((signal.SIGINT, signal.SIGINT), True),
+        ((signal.SIGINT, signal.SIGTERM), True),  # a second Ctrl-C, as torchrun passes it on
+        ((signal.SIGTERM, signal.SIGINT), True),
+        ((signal.SIGTERM, signal.SIGTERM), False),  # a scheduler may repeat itself
+    ],
+)
+def test_a_second_ctrl_c_ends_at_once_however_the_launcher_passes_it_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: tuple[int, int], ends: bool
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: now)
+    closed: list[str] = []
+
+    def close(status: str) -> None:
+        signal.raise_signal(signal.SIGTERM)  # the launcher's, while the run closes
+        closed.append(status)
+
+    with Ending(tmp_path) as ending:
+        ending.on_close = close
+        ending.catch_signals()
+        signal.raise_signal(signals[0])
+        now += 2 * lifecycle._ECHO_SECONDS
+        signal.raise_signal(signals[1])
+        ending.status = "goes on"
+    assert closed == ["interrupted" if ends else "goes on"]
+    assert ending.code == (130 if ends else ending.code)
