@@ -137,7 +137,7 @@ def test_a_finished_run_keeps_its_summary_when_it_is_run_again(finished: Path) -
     assert card_lines(again.stdout)["weights"] == "checkpoint of step 2 (checkpoint.load = latest)"
 
 
-def test_the_start_shows_what_the_run_is_in_nine_lines(tmp_path: Path) -> None:
+def test_the_start_shows_what_the_run_is_a_line_a_fact(tmp_path: Path) -> None:
     program = run_program(
         "train.py", *arguments(tmp_path, "--train.steps", "1", "--checkpoint.interval", "-1")
     )
@@ -146,12 +146,16 @@ def test_the_start_shows_what_the_run_is_in_nine_lines(tmp_path: Path) -> None:
     assert list(card) == [
         "model",
         "weights",
+        "balance",
         "data",
+        "loss",
+        "evaluation",
         "precision",
         "devices",
         "batch",
         "memory",
         "activations",
+        "decided",
         "output",
     ]
     layer = 2 * 32 * (32 + 16) + 2 * 8 + 2 * 32 + 8 * 32  # projections, norms, router
@@ -165,6 +169,8 @@ def test_the_start_shows_what_the_run_is_in_nine_lines(tmp_path: Path) -> None:
     assert re.fullmatch(
         r"python-stdlib: [\d,]+ documents, 2\d\dk tokens; tokenizer bytes, 264 ids", card["data"]
     )
+    assert card["loss"] == "on every token"
+    assert "experts.dispatcher = local (every rank holds every expert (ep 1))" in card["decided"]
     assert card["precision"] == "float32, gradients summed in float32, main weights float32"
     assert card["devices"] == "1 x CPU"
     assert card["batch"] == "128 tokens a step (4 sequences of 32), steps 1 to 1"
