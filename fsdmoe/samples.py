@@ -35,7 +35,7 @@ class Samples:
         """Prompt -> what follows it. Collective; ``model`` is the run's :class:`CausalLM`."""
         found = {}
         for prompt in self._prompts:
-            ids = self._tokenizer.encode_template(prompt).tolist()
+            ids = self._tokenizer.encode_prompt(prompt)
             if self._tokenizer.bos_id is not None:
                 ids.insert(0, self._tokenizer.bos_id)
             model.eval()

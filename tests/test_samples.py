@@ -8,9 +8,9 @@ import pytest
 from fsdmoe.config import Config, build_config
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.train import Run
 from tests.behaviour.test_hf_run import config_for, folder_of
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 PROMPTS = {"train__sample_prompts": "def main(,import os", "train__steps": 2}
 

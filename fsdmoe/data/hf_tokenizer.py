@@ -50,6 +50,12 @@ class JsonTokenizer:
         encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self._dtype) for one in encoded]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        self._text.encode_special_tokens = False
+        ids = self._text.encode(text, add_special_tokens=False).ids
+        self._text.encode_special_tokens = True
+        return list(ids)
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._text.decode([int(t) for t in tokens], skip_special_tokens=False))
 

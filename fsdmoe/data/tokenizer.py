@@ -6,6 +6,7 @@ special token, and only a chat template (`chat_template.py`) can write one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +28,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """Token ids of each text; special tokens in it are ordinary text. No bos, no eos."""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of text as a model sees it: special tokens in it are special."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Token ids back to text, as far as that is possible."""
 
@@ -45,6 +49,12 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in re.split(f"({'|'.join(map(re.escape, BYTE_SPECIALS))})", text):
+            ids += [BYTE_SPECIALS[piece]] if piece in BYTE_SPECIALS else piece.encode()
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         names = {number: name for name, number in BYTE_SPECIALS.items()}

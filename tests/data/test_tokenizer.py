@@ -107,3 +107,7 @@ import fsdmoe.data.{module}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"pip install 'fsdmoe[{extra}]'" in done.stderr
+
+
+def test_special_tokens_of_a_prompt_are_special() -> None:
+    assert load_tokenizer("bytes").encode_prompt("a<|im_end|>b<|x|>") == [97, 258, 98, *b"<|x|>"]
