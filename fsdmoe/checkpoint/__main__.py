@@ -1,10 +1,8 @@
-"""``python -m fsdmoe.checkpoint COMMAND``: looks at checkpoints and converts them; with torchrun too.
-
-Each command is a function: its arguments are the command's, and its docstring is the help.
-"""
+"""``python -m fsdmoe.checkpoint COMMAND``: looks at checkpoints and converts them; with torchrun too."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -14,11 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import get_args
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
@@ -52,45 +49,132 @@ from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import own_rank
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-Found = Annotated[
-    str, tyro.conf.arg(metavar="PATH", help="a checkpoint, or a run's folder (then its newest)")
-]
-Source = Annotated[str, tyro.conf.arg(metavar="SOURCE")]
-Out = Annotated[str, tyro.conf.arg(metavar="OUT", help="folder to make")]
-Rules = Annotated[
-    tyro.conf.UseAppendAction[tuple[str, ...]],
-    tyro.conf.arg(
-        metavar="REGEX=NAME",
-        help="rename parameters that match as a whole; an empty NAME leaves them out",
-    ),
-]
-OnlyModel = Annotated[bool, tyro.conf.arg(help="without the optimizer's state")]
-_GB = 1e9
-_IN_TRANSFORMERS = "load it with transformers.AutoModelForCausalLM.from_pretrained"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 when it cannot be done, 2 for a wrong command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[..., None]] = {
-        "inspect": _inspect, "verify": _verify, "to-hf": _to_hf, "from-hf": _from_hf,
-        "to-adapter": _to_adapter, "merge-adapter": _merge_adapter, "from-dcp": _from_dcp, "to-dcp": _to_dcp,
-        "upcycle": _upcycle,
-    }  # fmt: skip
+    options = _parser().parse_args(arguments)
+    console = Console(quiet=own_rank() != 0)
     try:
         with _ranks():
-            tyro.extras.subcommand_cli_from_dict(
-                commands,
-                args=given,
-                prog="python -m fsdmoe.checkpoint",
-                description="Look at checkpoints and convert them.",
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
+            return options.run(options, console)
     except (CheckpointError, ConfigError, OSError) as error:
-        print(f"{given[0]}: {error}", file=sys.stderr)
+        print(f"{options.command}: {error}", file=sys.stderr)
         return 1
-    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdmoe.checkpoint", description="Look at checkpoints and convert them."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(
+        name: str, run: Callable[..., int], text: str, *paths: tuple[str, str]
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        for path, meaning in paths:
+            command.add_argument(path, help=meaning)
+        return command
+
+    found = ("path", "a checkpoint, or a run's folder (then its newest)")
+    command = add("inspect", _inspect, "What a checkpoint holds, and what there is in a folder.", found)
+    command.add_argument("--tensors", action="store_true", help="list every tensor")
+    add("verify", _verify, "Check every byte against its checksum.", found)
+    out = ("out", "folder to make")
+    command = add("to-hf", _to_hf, "Write the model as a Hugging Face folder.", found, out)
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="of the weights; default: what the model's config says"
+    )
+    command.add_argument("--fp8", action="store_true", help="projections in DeepSeek-V3's blockwise FP8")
+    command.add_argument(
+        "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
+    )
+    command.add_argument(
+        "--config-from", help="Hugging Face folder with config.json and tokenizer files to copy"
+    )
+    command = add(
+        "from-hf", _from_hf, "Make a checkpoint from a Hugging Face folder; FP8 becomes bf16.",
+        ("source", "folder with config.json and safetensors"), ("out", "checkpoint to make"),
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: as they are")
+    command.add_argument(
+        "--for-transformers",
+        action="store_true",
+        help="also a model that the native decoder does not compute (sinks, say), to load with model.hf",
+    )
+    command = add(
+        "to-adapter", _to_adapter, "Write the adapter (LoRA, DoRA) of a run as a folder.", found, out
+    )  # fmt: skip
+    command.add_argument("--adapter", default="default", help="its name in the model")
+    command.add_argument(
+        "--layout", choices=get_args(Layout), default="peft", help="of experts; servers: per_expert"
+    )
+    command = add(
+        "merge-adapter", _merge_adapter, "Write a Hugging Face folder with an adapter in its weights.",
+        ("base", "Hugging Face folder that the adapter was trained on"),
+        ("source", "the adapter: a folder of peft or to-adapter, a checkpoint, or a run's folder"), out,
+    )  # fmt: skip
+    command.add_argument("--adapter", default="default", help="its name in the model, of a checkpoint")
+    command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: those of the base")
+    command.add_argument(
+        "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
+    )
+    _add_dcp_commands(add, found)
+    command = add(
+        "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
+        ("source", "folder of a dense model"), ("out", "checkpoint to make"),
+    )  # fmt: skip
+    command.add_argument("--groups", type=int, required=True, help="E: copies of each dense MLP")
+    command.add_argument(
+        "--granularity", type=int, default=1, help="G: experts that one dense MLP is cut into"
+    )
+    command.add_argument(
+        "--top-k", type=int, required=True, help="T: experts that a token visits; a multiple of G"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the router")
+    command.add_argument(
+        "--inexact", action="store_true", help="allow shapes that differ from the dense model at first"
+    )
+    return parser
+
+
+def _add_dcp_commands(add: Callable[..., argparse.ArgumentParser], found: tuple[str, str]) -> None:
+    command = add(
+        "from-dcp", _from_dcp, "Make a checkpoint from a folder of torch.distributed.checkpoint.",
+        ("source", "folder with .metadata and *.distcp"), ("out", "checkpoint to make"),
+    )  # fmt: skip
+    command.add_argument(
+        "--family", choices=get_args(Family), help="whose torchtitan names they are; default: told by them"
+    )
+    command.add_argument(
+        "--config-from", help="Hugging Face folder of the same model, whose config.json is kept"
+    )
+    command.add_argument("--step", type=int, help="of the run; default: the one that was saved")
+    _add_dcp_options(command)
+    command = add(
+        "to-dcp", _to_dcp, "Write a checkpoint as a folder of torch.distributed.checkpoint, for FSDP2.",
+        found, ("out", "folder to make"),
+    )  # fmt: skip
+    command.add_argument("--model-key", default="model", help="key of the model's state; empty: bare names")
+    command.add_argument("--optimizer-key", default="optim", help="key of the optimizer's state")
+    command.add_argument(
+        "--flat-optimizer", action="store_true", help="as flatten_optimizer_state_dict=True reads it"
+    )
+    command.add_argument(
+        "--one-group", action="store_true", help="all parameters in one group, decayed alike"
+    )
+    _add_dcp_options(command)
+
+
+def _add_dcp_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--map", action="append", default=[], metavar="REGEX=NAME",
+        help="rename parameters that match as a whole; an empty NAME leaves them out; may be repeated",
+    )  # fmt: skip
+    command.add_argument("--only-model", action="store_true", help="without the optimizer's state")
 
 
 @contextlib.contextmanager
@@ -106,27 +190,17 @@ def _ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _console() -> Console:
-    """What the first rank says."""
-    return Console(quiet=own_rank() != 0)
-
-
-def _inspect(path: Found, /, *, tensors: bool = False) -> None:
-    """What a checkpoint holds, and what there is in a folder.
-
-    Args:
-        tensors: list every tensor
-    """
-    root, names, explicit = together(lambda: require(path))
+def _inspect(options: argparse.Namespace, console: Console) -> int:
+    root, names, explicit = together(lambda: require(options.path))
     storage = open_storage(root)
-    console = _console()
     if not explicit:
         console.print(_folder_table(storage))
     index = together(lambda: open_verified(storage, names[0], "fast"))
     console.print(f"[bold]{names[0]}[/bold]", _about_line(index))
     console.print(_section_table(index))
-    if tensors:
+    if options.tensors:
         console.print(_tensor_table(index))
+    return 0
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
@@ -200,233 +274,143 @@ def _tensor_table(index: Index) -> Table:
     return _table(("tensor", "dtype", "shape", "size", "boxes", "files"), rows)
 
 
-def _verify(path: Found, /) -> None:
-    """Check every byte against its checksum."""
-    root, names, _ = together(lambda: require(path))
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    root, names, _ = together(lambda: require(options.path))
     storage = open_storage(root)
     began = time.perf_counter()
     index = together(lambda: open_verified(storage, names[0], "full"))
     total = sum(record.num_bytes for record in index.files.values())
     seconds = time.perf_counter() - began
-    found = f"{len(index.files)} files, {decimal(total)}, every block is right ({seconds:.1f} s)"
     if index.is_foreign:
-        found = "headers and sizes are right; a Hugging Face folder has no checksums"
-    _console().print(f"{names[0]}: {found}")
+        console.print(f"{names[0]}: headers and sizes are right; a Hugging Face folder has no checksums")
+    else:
+        console.print(
+            f"{names[0]}: {len(index.files)} files, {decimal(total)}, every block is right ({seconds:.1f} s)"
+        )
+    return 0
 
 
-def _to_hf(
-    path: Found,
-    out: Out,
-    /,
-    *,
-    dtype: Dtype | None = None,
-    fp8: bool = False,
-    shard_size: float = DEFAULT_SHARD_BYTES / _GB,
-    config_from: str | None = None,
-) -> None:
-    """Write the model as a Hugging Face folder.
-
-    Args:
-        dtype: of the weights; default: what the model's config says
-        fp8: projections in DeepSeek-V3's blockwise FP8
-        shard_size: largest file, in GB
-        config_from: Hugging Face folder with config.json and tokenizer files to copy
-    """
-    reader = open_newest(path)
+def _to_hf(options: argparse.Namespace, console: Console) -> int:
+    reader = open_newest(options.path)
     policy = ExportPolicy(
-        dtype=_torch_dtype(dtype), fp8=fp8, shard_bytes=int(shard_size * _GB),
-        config=_config_of(config_from), files_from=config_from,
+        dtype=_DTYPES.get(options.dtype), fp8=options.fp8, shard_bytes=int(options.shard_size * 1e9),
+        config=_config_of(options.config_from), files_from=options.config_from,
     )  # fmt: skip
     total = sum(t.num_bytes for key, t in reader.index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
-    with _bar(f"{reader.name} to {out}", total) as step:
-        tokenizer = to_hf(path, out, policy, progress=step)
+    with _bar(console, f"{reader.name} to {options.out}", total) as step:
+        tokenizer = to_hf(options.path, options.out, policy, progress=step)
     if tokenizer is None:
-        _console().print(
+        console.print(
             "no tokenizer was written, since the run's is not at hand; --config-from FOLDER copies one"
         )
     else:
-        _console().print(f"tokenizer files copied from {tokenizer}", markup=False)
-    _console().print(f"{out}: {_IN_TRANSFORMERS}")
+        console.print(f"tokenizer files copied from {tokenizer}", markup=False)
+    console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+    return 0
 
 
-def _to_adapter(path: Found, out: Out, /, *, adapter: str = "default", layout: Layout = "peft") -> None:
-    """Write the adapter (LoRA, DoRA) of a run as a folder.
-
-    Args:
-        adapter: its name in the model
-        layout: of experts; servers: per_expert
-    """
-    to_adapter(path, out, adapter=adapter, layout=layout)
+def _to_adapter(options: argparse.Namespace, console: Console) -> int:
+    to_adapter(options.path, options.out, adapter=options.adapter, layout=options.layout)
     readers = {"peft": "peft.PeftModel.from_pretrained(model, ...)", "per_expert": "vLLM or SGLang"}
-    _console().print(f"{out}: load it with {readers[layout]}")
+    console.print(f"{options.out}: load it with {readers[options.layout]}")
+    return 0
 
 
-def _merge_adapter(
-    base: Annotated[str, tyro.conf.arg(metavar="BASE")],
-    source: Source,
-    out: Out,
-    /,
-    *,
-    adapter: str = "default",
-    dtype: Dtype | None = None,
-    shard_size: float = DEFAULT_SHARD_BYTES / _GB,
-) -> None:
-    """Write a Hugging Face folder with an adapter in its weights.
-
-    Args:
-        base: Hugging Face folder that the adapter was trained on
-        source: the adapter: a folder of peft or to-adapter, a checkpoint, or a run's folder
-        adapter: its name in the model, of a checkpoint
-        dtype: of the weights; default: those of the base
-        shard_size: largest file, in GB
-    """
-    size = int(shard_size * _GB)
-    with _bar(f"{source} into {out}") as step:
+def _merge_adapter(options: argparse.Namespace, console: Console) -> int:
+    with _bar(console, f"{options.source} into {options.out}", None) as step:
         merge_adapter(
-            base, source, out, name=adapter, dtype=_torch_dtype(dtype), shard_bytes=size, progress=step
+            options.base,
+            options.source,
+            options.out,
+            name=options.adapter,
+            dtype=_DTYPES.get(options.dtype),
+            shard_bytes=int(options.shard_size * 1e9),
+            progress=step,
         )
-    _console().print(f"{out}: {_IN_TRANSFORMERS}")
-
-
-def _from_hf(
-    source: Source, out: Out, /, *, dtype: Dtype | None = None, for_transformers: bool = False
-) -> None:
-    """Make a checkpoint from a Hugging Face folder; FP8 becomes bf16.
-
-    Args:
-        source: folder with config.json and safetensors
-        dtype: of the weights; default: as they are
-        for_transformers: also a model that the native decoder does not compute (sinks, say), to load with
-            model.hf
-    """
-    with _bar(f"{source} to {out}") as step:
-        from_hf(source, out, dtype=_torch_dtype(dtype), for_transformers=for_transformers, progress=step)
-    if for_transformers:
-        _console().print(
-            f"{out}: load it with --checkpoint.load {out} --checkpoint.load_only_model true "
-            f"--model.hf {source}",
-            markup=False,
-        )
-    else:
-        _print_converted(out)
-
-
-def _from_dcp(
-    source: Source,
-    out: Out,
-    /,
-    *,
-    family: Family | None = None,
-    config_from: str | None = None,
-    step: int | None = None,
-    map: Rules = (),
-    only_model: OnlyModel = False,
-) -> None:
-    """Make a checkpoint from a folder of torch.distributed.checkpoint.
-
-    Args:
-        source: folder with .metadata and *.distcp
-        family: whose torchtitan names they are; default: told by them
-        config_from: Hugging Face folder of the same model, whose config.json is kept
-        step: of the run; default: the one that was saved
-    """
-    policy = DCPImportPolicy(
-        rules=[parse_rule(rule) for rule in map], family=family, step=step, config=_config_of(config_from),
-        only_model=only_model,
-    )  # fmt: skip
-    with _bar(f"{source} to {out}") as progress:
-        from_dcp(source, out, policy, progress=progress)
-    _print_converted(out)
-
-
-def _to_dcp(
-    path: Found,
-    out: Out,
-    /,
-    *,
-    model_key: str = "model",
-    optimizer_key: str = "optim",
-    flat_optimizer: bool = False,
-    one_group: bool = False,
-    map: Rules = (),
-    only_model: OnlyModel = False,
-) -> None:
-    """Write a checkpoint as a folder of torch.distributed.checkpoint, for FSDP2.
-
-    Args:
-        model_key: key of the model's state; empty: bare names
-        optimizer_key: key of the optimizer's state
-        flat_optimizer: as flatten_optimizer_state_dict=True reads it
-        one_group: all parameters in one group, decayed alike
-    """
-    reader = open_newest(path)
-    policy = DCPExportPolicy(
-        rules=[parse_rule(rule) for rule in map], model_key=model_key, optimizer_key=optimizer_key,
-        flat_optimizer=flat_optimizer, one_group=one_group, only_model=only_model,
-    )  # fmt: skip
-    total = sum(t.num_bytes for t in reader.index.tensors.values())
-    with _bar(f"{reader.name} to {out}", total) as step:
-        to_dcp(path, out, policy, progress=step)
-    _console().print(f"{out}: load it with dcp.load into what get_state_dict returns")
-
-
-def _upcycle(
-    source: Source,
-    out: Out,
-    /,
-    *,
-    groups: int,
-    granularity: int = 1,
-    top_k: int,
-    seed: int = 0,
-    inexact: bool = False,
-) -> None:
-    """Make a mixture of experts from a dense Hugging Face model.
-
-    Args:
-        source: folder of a dense model
-        groups: E: copies of each dense MLP
-        granularity: G: experts that one dense MLP is cut into
-        top_k: T: experts that a token visits; a multiple of G
-        seed: of the router
-        inexact: allow shapes that differ from the dense model at first
-    """
-    policy = UpcyclePolicy(groups=groups, granularity=granularity, top_k=top_k, seed=seed, exact=not inexact)
-    with _bar(f"{source} to {out}") as step:
-        upcycle(source, out, policy, progress=step)
-    _print_converted(out)
-
-
-def _torch_dtype(name: Dtype | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+    console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+    return 0
 
 
 def _config_of(folder: str | None) -> Tree | None:
     return json.loads((Path(folder) / CONFIG).read_text()) if folder else None
 
 
-def _print_converted(path: str) -> None:
-    console = _console()
+def _from_hf(options: argparse.Namespace, console: Console) -> int:
+    with _bar(console, f"{options.source} to {options.out}", None) as step:
+        from_hf(
+            options.source,
+            options.out,
+            dtype=_DTYPES.get(options.dtype),
+            for_transformers=options.for_transformers,
+            progress=step,
+        )
+    if options.for_transformers:
+        console.print(
+            f"{options.out}: load it with --checkpoint.load {options.out} --checkpoint.load_only_model true "
+            f"--model.hf {options.source}",
+            markup=False,
+        )
+        return 0
+    return _converted(options.out, console)
+
+
+def _from_dcp(options: argparse.Namespace, console: Console) -> int:
+    policy = DCPImportPolicy(
+        rules=[parse_rule(rule) for rule in options.map], family=options.family, step=options.step,
+        config=_config_of(options.config_from), only_model=options.only_model,
+    )  # fmt: skip
+    with _bar(console, f"{options.source} to {options.out}", None) as step:
+        from_dcp(options.source, options.out, policy, progress=step)
+    return _converted(options.out, console)
+
+
+def _to_dcp(options: argparse.Namespace, console: Console) -> int:
+    reader = open_newest(options.path)
+    policy = DCPExportPolicy(
+        rules=[parse_rule(rule) for rule in options.map], model_key=options.model_key,
+        optimizer_key=options.optimizer_key, flat_optimizer=options.flat_optimizer,
+        one_group=options.one_group, only_model=options.only_model,
+    )  # fmt: skip
+    total = sum(t.num_bytes for t in reader.index.tensors.values())
+    with _bar(console, f"{reader.name} to {options.out}", total) as step:
+        to_dcp(options.path, options.out, policy, progress=step)
+    console.print(f"{options.out}: load it with dcp.load into what get_state_dict returns")
+    return 0
+
+
+def _upcycle(options: argparse.Namespace, console: Console) -> int:
+    policy = UpcyclePolicy(
+        groups=options.groups, granularity=options.granularity, top_k=options.top_k, seed=options.seed,
+        exact=not options.inexact,
+    )  # fmt: skip
+    with _bar(console, f"{options.source} to {options.out}", None) as step:
+        upcycle(options.source, options.out, policy, progress=step)
+    return _converted(options.out, console)
+
+
+def _converted(path: str, console: Console) -> int:
     index = open_newest(path).index
     console.print(_section_table(index))
     only_model = "" if "optimizer" in index.values else " --checkpoint.load_only_model true"
     console.print(f"To train from it: --checkpoint.load {path}{only_model}", markup=False)
     config = index.about.get("hf_config")
     if config is None or not_understood(config):
-        return
+        return 0
+    console.print("\n[model]", markup=False)
     fields = model_fields(config)
     rope = fields.pop("rope")
-    sections = {"model": {key: value for key, value in fields.items() if value is not None}}
-    if rope.type != "default":
-        sections["model.rope"] = {"type": rope.type, **rope.stated}
-    for section, values in sections.items():
-        console.print(f"\n[{section}]", markup=False)
-        for key, value in values.items():
+    for key, value in fields.items():
+        if value is not None:
             console.print(f"{key} = {json.dumps(value)}", markup=False, soft_wrap=True)
+    if rope.type != "default":
+        console.print("\n[model.rope]", markup=False)
+        for key, value in {"type": rope.type, **rope.stated}.items():
+            console.print(f"{key} = {json.dumps(value)}", markup=False, soft_wrap=True)
+    return 0
 
 
 @contextlib.contextmanager
-def _bar(text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+def _bar(console: Console, text: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """This rank's bytes; with several ranks the first one's share stands for all."""
     share = None if total is None else -(-total // world()[1])
     columns = (
@@ -436,7 +420,7 @@ def _bar(text: str, total: int | None = None) -> Iterator[Callable[[int], None]]
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_console()) as progress:
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task(text, total=share)
         yield lambda count: progress.advance(task, count)
 
