@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,12 +47,10 @@ def _meshes() -> Meshes:
 
 
 def _layer(dispatcher: str) -> MoE:
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     torch.manual_seed(0)
-    layer = MoE(
-        Router(RouterSpec(num_experts=E, top_k=K, norm_topk=True), D, **options),
-        GroupedExperts(E, D, N, **options),
-    )
+    spec = RouterSpec(num_experts=E, top_k=K, norm_topk=True)
+    with torch.device("cuda"):
+        layer = MoE(Router(spec, D), GroupedExperts(E, D, N)).bfloat16()
     parallelize_experts(layer, _meshes(), dispatcher=dispatcher, flex=FlexPolicy(rows=2.0))
     use_local_tensors(layer)
     if isinstance(layer.dispatcher, FlexDispatcher):

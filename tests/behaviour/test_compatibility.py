@@ -151,7 +151,8 @@ def check_dry_run(drawn: Draw, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         load_config([*options, *plan])
     assert end.value.code == 2
-    assert [line.strip() for line in capsys.readouterr().err.splitlines()[-len(lines) :]] == lines
+    said = capsys.readouterr().err.splitlines()[-len(lines) :]
+    assert [line.strip().removeprefix("fsdmoe: ") for line in said] == lines
 
 
 SAMPLE = draws(60, seed=0)

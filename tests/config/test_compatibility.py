@@ -49,7 +49,6 @@ NO_PAIRS = {
     "memory/pinned.py: ": "a limit of the machine",
     "observe/dead_experts.py: ": "a warning",
     "optim/moments.py: ": "a size that does not divide another",
-    "plan/estimate.py: ": "advice of a plan",
     "plan/fake_step.py: ": "what a fake step cannot follow, not a run",
     "precision/loss_scale.py: ": "a warning",
     "quantized_layers.py: computes on DTensors": "found out of the model",

@@ -9,7 +9,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,13 +60,13 @@ def in_fp32() -> float:
 
 def layer_of(meshes: Meshes, dispatcher: str, chunks: int, dtype: torch.dtype, *, shared: bool) -> MoE:
     torch.manual_seed(3)
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.float32}
     spec = RouterSpec(num_experts=NUM_EXPERTS, top_k=TOP_K, norm_topk=True)
-    layer = MoE(
-        Router(spec, HIDDEN, **options),
-        GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH, **options),
-        shared_experts=SharedExperts(HIDDEN, WIDTH, **options) if shared else None,
-    )
+    with torch.device("cuda"):
+        layer = MoE(
+            Router(spec, HIDDEN),
+            GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH),
+            shared_experts=SharedExperts(HIDDEN, WIDTH) if shared else None,
+        )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
         parameter.data = parameter.data.bfloat16().to(dtype)  # the same values in either dtype

@@ -49,11 +49,9 @@ def _layer(
     **degrees: int,
 ) -> MoE:
     torch.manual_seed(3)
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    layer = MoE(
-        Router(RouterSpec(num_experts=E, top_k=K, norm_topk=True), D, **options),
-        GroupedExperts(E, D, N, **options),
-    )
+    spec = RouterSpec(num_experts=E, top_k=K, norm_topk=True)
+    with torch.device("cuda"):
+        layer = MoE(Router(spec, D), GroupedExperts(E, D, N)).bfloat16()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     meshes = meshes_of(**(degrees or {"ep": 4}))

@@ -24,12 +24,12 @@ E, D, N, K = 16, 256, 128, 4
 
 
 def _layer(*, shared: bool = True) -> MoE:
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    layer = MoE(
-        Router(RouterSpec(num_experts=E, top_k=K, norm_topk=True), D, **options),  # type: ignore[arg-type]
-        GroupedExperts(E, D, N, **options),  # type: ignore[arg-type]
-        shared_experts=SharedExperts(D, N, **options) if shared else None,  # type: ignore[arg-type]
-    )
+    with torch.device("cuda"):
+        layer = MoE(
+            Router(RouterSpec(num_experts=E, top_k=K, norm_topk=True), D),
+            GroupedExperts(E, D, N),
+            shared_experts=SharedExperts(D, N) if shared else None,
+        ).bfloat16()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     return layer
