@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdmoe.boxes import Shape
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.divide import divides, ep_problems, etp_problems
+from fsdmoe.experts.divide import ep_problems, etp_problems
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, Cut, Placement, SplitMeshes, register_split, split_parameter
 
@@ -45,5 +45,5 @@ def check_split(meshes: Coordinates, *, num_experts: int, width: int, bias_width
     """ConfigError for experts that ``ep`` or ``etp`` cannot divide; ``bias_width`` is 0 without a bias."""
     ep = meshes.size(Axis.EP)
     etp = meshes.size(Axis.ETP)
-    if not (divides(ep, num_experts) and divides(etp, width, bias_width)):
+    if num_experts % ep or width % etp or bias_width % etp:
         raise ConfigError(*ep_problems(num_experts, ep), *etp_problems(width, bias_width, etp))

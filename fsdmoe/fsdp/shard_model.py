@@ -208,9 +208,10 @@ def _communicators(plan: ModelPlan, meshes: Meshes) -> list[dist.ProcessGroup]:
 
 
 def _check(meshes: Meshes) -> None:
-    if meshes.degrees.world_size != dist.get_world_size():
+    size = meshes.size(Axis.WORLD)
+    if size != dist.get_world_size():
         raise ConfigError(
-            f"mesh: the meshes were built for {meshes.degrees.world_size} ranks, but "
+            f"mesh: the meshes were built for {size} ranks, but "
             f"{dist.get_world_size()} are running; build them with build_meshes after the process group is "
             "up"
         )

@@ -32,11 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.dispatch.host_reader import HostReader
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, Transfer
-from fsdmoe.experts.divide import experts_per_rank
+from fsdmoe.experts.divide import ep_problems
 from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import RowPermutation
 from fsdmoe.kernels.send_order import index_rows
@@ -116,7 +117,9 @@ class Dispatcher(ABC):
         self.links = links
         self.num_experts = num_experts
         self.packing = packing
-        self.num_local_experts = experts_per_rank(num_experts, links.ep.size)
+        if num_experts % links.ep.size:
+            raise ConfigError(*ep_problems(num_experts, links.ep.size))
+        self.num_local_experts = num_experts // links.ep.size
 
     @property
     def traffic(self) -> DispatchTraffic:
