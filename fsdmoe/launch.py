@@ -41,6 +41,7 @@ def launch(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    os.environ.setdefault("LOCAL_WORLD_SIZE", num_ranks)  # what this host must hold
     command = load_config(rest, world_size=int(num_ranks) * int(hosts))
     if command.dry_run or command.world_size == 1:
         return _train(command)
@@ -98,8 +99,10 @@ def split_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     while rest:
         key, equals, value = rest.pop(0).partition("=")
         name = key.replace("_", "-")
-        if name not in _OPTIONS:
-            others.append(key + equals + value)
-        elif equals or rest:
+        if name == "--standalone" and not equals:
+            continue  # as it is without a meeting point
+        if name in _OPTIONS and (equals or rest):
             options[name] = value if equals else rest.pop(0)
+        else:
+            others.append(key + equals + value)
     return options, others

@@ -53,8 +53,8 @@ class CommandLine:
 
     def warn_of_device(self, *, has_gpu: bool) -> None:
         """Name what was written and has no effect on this device."""
-        if not has_gpu and not self.dry_run:
-            _warn(cpu_warnings(self.config, self.written))
+        if not has_gpu and not self.dry_run and own_rank() == 0:  # a launcher has not looked at devices
+            _print_warnings(cpu_warnings(self.config, self.written))
 
 
 CHECKED = "FSDMOE_CHECKED"
@@ -127,8 +127,12 @@ def _speaks() -> bool:
 
 def _warn(lines: Iterable[str]) -> None:
     if _speaks():
-        for line in lines:
-            print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
+        _print_warnings(lines)
+
+
+def _print_warnings(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
 
 
 def _with_mesh_that_fits(

@@ -32,7 +32,8 @@ class TrainConfig:
     """Global batches of held-out rows in one evaluation; the same rows whatever the number of ranks."""
     sample_prompts: tuple[str, ...] = ()
     """Texts that the model goes on with at every evaluation, greedily for 32 tokens: printed, and written to
-    metrics.jsonl. Markers such as <|im_start|> in them are the tokens that they name."""
+    metrics.jsonl. Markers such as <|im_start|> in them are the tokens that they name. On the command line a
+    comma ends a text; write those with commas as '["Once upon a time, there"]'."""
     max_skipped_steps: int = 10
     """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops. Those that
     lower precision.loss_scale do not count."""

@@ -1,7 +1,7 @@
 """The ``[experts]`` section: how tokens reach experts and what balances the experts' loads.
 
 Facts about the architecture (how many experts, top-k, score function) belong to the model and come as a
-:class:`fsdmoe.experts.context.RouterSpec`; the policies of a run are here.
+:class:`fsdmoe.experts.router_spec.RouterSpec`; the policies of a run are here.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ def _communicators(plan: ModelPlan, meshes: Meshes) -> list[dist.ProcessGroup]:
 
 
 def _check(meshes: Meshes) -> None:
-    size = meshes.size(Axis.WORLD)
+    degrees = meshes.degrees
+    size = degrees.dp_outer * degrees.dp_shard * degrees.cp * degrees.tp
     if size != dist.get_world_size():
         raise ConfigError(
             f"mesh: the meshes were built for {size} ranks, but "

@@ -3,6 +3,8 @@ and the page is drawn anew where files of the runs have changed."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -30,8 +32,7 @@ class WatchServer(ThreadingHTTPServer):
 
     def tag(self) -> str:
         """What it depends on: changes with the runs' files."""
-        stats = [path.stat() if path.exists() else None for path in self._files]
-        return '"' + "-".join("none" if s is None else f"{s.st_mtime_ns}.{s.st_size}" for s in stats) + '"'
+        return '"' + "-".join(_state_of(path) for path in self._files) + '"'
 
     def body(self) -> tuple[str, bytes]:
         """The page and its tag."""
@@ -41,6 +42,15 @@ class WatchServer(ThreadingHTTPServer):
                 self._body = self._draw().encode()
                 self._tag = tag
             return self._tag, self._body
+
+
+def _state_of(path: Path) -> str:
+    """Changes with the file."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return "none"
+    return f"{stat.st_mtime_ns}.{stat.st_size}"
 
 
 class _WatchHandler(BaseHTTPRequestHandler):
@@ -54,9 +64,12 @@ class _WatchHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self._is_meant():
             try:
-                self._send(*self.server.body())
+                tag, body = self.server.body()
             except (ConfigError, OSError) as error:  # a folder was moved away
                 self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+                return
+            with contextlib.suppress(ConnectionError):  # the browser has gone
+                self._send(tag, body)
 
     def _is_meant(self) -> bool:
         """A page of the web that resolves its own name to this address gets nothing."""
@@ -93,7 +106,10 @@ def watch(draw: Callable[[], str], folders: Sequence[str], port: int) -> int:
     try:
         server = WatchServer(draw, folders, port)
     except (OSError, OverflowError) as error:
-        print(f"fsdmoe: --port: cannot listen on {port} ({error}); choose another, or 0 for a free one")
+        print(
+            f"fsdmoe: --port: cannot listen on {port} ({error}); choose another, or 0 for a free one",
+            file=sys.stderr,
+        )
         return 2
     print(f"http://{HOST}:{server.server_port}/  (this machine alone; Ctrl-C ends it)", flush=True)
     try:

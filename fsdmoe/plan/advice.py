@@ -80,7 +80,8 @@ def _changes(ranking: Ranking, wanted: Reading, request: Request) -> Iterator[tu
     for text, keys in _CHANGES.items():
         ((section, values),) = keys.items()
         now = vars(getattr(wanted.config, section))
-        if all(now[key] != value for key, value in values.items()):
+        key, value = next(iter(values.items()))  # the one that the text names
+        if now[key] != value:
             yield text, same, keys
     for name in Fixed._fields:
         if getattr(request.fixed, name) is not None:

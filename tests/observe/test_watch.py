@@ -79,4 +79,4 @@ def test_a_port_that_is_taken_is_named(
     server: WatchServer, drawn: Drawn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert watch(drawn, [str(drawn.folder)], server.server_port) == 2
-    assert f"--port: cannot listen on {server.server_port}" in capsys.readouterr().out
+    assert f"--port: cannot listen on {server.server_port}" in capsys.readouterr().err

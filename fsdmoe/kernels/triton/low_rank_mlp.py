@@ -32,17 +32,19 @@ from fsdmoe.kernels.triton.tiles import LayerTiles, Tile, factor_tiles, narrow_t
 from fsdmoe.kernels.triton.weight_grad import bias_grad, weight_grad
 
 _ALIGNED = 8  # elements: bulk copies take rows of multiples of 16 bytes
+_MAX_RANK = 128  # shared memory holds no larger terms
 
 
 def supports_updates(updates: LowRankUpdates) -> bool:
-    """Whether the kernels take these factors: bf16, in rows of 16 bytes, on Hopper. For Blackwell, Triton 3.9
-    does not compile a product that follows a flattened loop."""
+    """Whether the kernels take these factors: bf16, in rows of 16 bytes, of rank 128 at most, on Hopper. For
+    Blackwell, Triton 3.9 does not compile a product that follows a flattened loop."""
     return all(
         factor is None
         or (
             torch.cuda.get_device_capability(factor.device)[0] == 9
             and factor.dtype == torch.bfloat16
             and factor.is_contiguous()
+            and min(factor.shape[1:]) <= _MAX_RANK
             and factor.shape[2] % _ALIGNED == 0
             and factor.storage_offset() % _ALIGNED == 0
         )
@@ -62,7 +64,9 @@ def experts_mlp_low_rank(
         wgrad_spare_sms=policy.spare_sms,
     )
     rows = Rows(*(each.contiguous() for each in rows))
-    return compute_experts(products, rows, weights._replace(down_bias=None), updates)
+    bias = None if weights.gate_up_bias is None else weights.gate_up_bias.contiguous()
+    weights = ExpertWeights(weights.gate_up_E2ND, weights.down_EDN, bias)
+    return compute_experts(products, rows, weights, updates)
 
 
 class Narrow(NamedTuple):
@@ -129,7 +133,8 @@ class LowRankProducts(FusedProducts):
         dy_MD, act_MN = wide.down
         self._factor_grad(dy_MQ, act_MN, wide.row_map, grads.down_a)
         self._factor_grad(dy_MD, narrow.act_MQ, wide.row_map, grads.down_b)
-        self._factor_grad(dpre_MQ, GatheredRows(wide.x_RD), wide.row_map, grads.gate_up_a)
+        rows = GatheredRows(wide.x_RD) if len(wide.x_RD) else permute_rows(wide.x_RD, wide.row_map)
+        self._factor_grad(dpre_MQ, rows, wide.row_map, grads.gate_up_a)
         self._factor_grad(wide.dpre_M2N, narrow.x_MQ, wide.row_map, grads.gate_up_b)
         del dy_MD, act_MN
         super().wgrad(wide, grads)

@@ -62,7 +62,10 @@ def _weight_grad_kernel(
             row = start + step * BLOCK_K
             left = left_desc.load([row, tile_m * BLOCK_M])
             if GATHER:
-                source = tl.load(source_ptr + row + tl.arange(0, BLOCK_K))
+                places = row + tl.arange(0, BLOCK_K)
+                # Where rows were more than promised, counts reach past the last place.
+                is_place = places < tl.load(offsets_ptr + expert + 1)
+                source = tl.load(source_ptr + places, mask=is_place, other=-1)
                 columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
                 right_ptrs = right_ptr + (source // TOP_K).to(tl.int64)[:, None] * n + columns[None, :]
                 right = tl.load(right_ptrs, mask=(source >= 0)[:, None] & (columns < n)[None, :], other=0.0)

@@ -47,7 +47,9 @@ def computed(
 
 @requires_gpu
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("num_rows", "rank"), [(2000, 8), (150, 8), (2000, 32), (2000, 64), (900, 128)])
+@pytest.mark.parametrize(
+    ("num_rows", "rank"), [(2000, 8), (150, 8), (2000, 32), (2000, 64), (900, 128), (900, 256)]
+)
 def test_fused_updates_are_as_near_to_float64_as_plain_products(
     num_rows: int, rank: int, recompute: bool
 ) -> None:
