@@ -193,9 +193,8 @@ def _left_out(message: Message, text: str) -> str:
     """What the template passed over, since it does not know the field."""
     calls = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
     reasoning = [message[name] for name in ("reasoning_content", "thinking") if name in message]
-    answer = message["content"].rpartition("</think>")[
-        2
-    ]  # what is before it may be written apart, or left out
+    # What is before the marker may be written apart, or left out.
+    answer = message["content"].rpartition("</think>")[2]
     parts = {"content": [answer], "tool_calls": calls, "reasoning": reasoning}
     missing = [
         name for name, values in parts.items() if any(str(each).strip() not in text for each in values)

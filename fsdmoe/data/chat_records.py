@@ -134,9 +134,8 @@ class _Parser:
 
     def _tools(self) -> list[dict[str, Any]] | None:
         tools = self._record.get("tools") or None
-        if isinstance(
-            tools, str
-        ):  # columns of a table cannot hold schemas that differ, so they are text there
+        if isinstance(tools, str):
+            # Columns of a table cannot hold schemas that differ, so they are text there.
             try:
                 tools = json.loads(tools) or None
             except ValueError as error:

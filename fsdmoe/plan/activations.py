@@ -123,7 +123,7 @@ def _grouped_attention(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     size, dim = view.itemsize, model.head_dim
     query, key = model.num_attention_heads * dim * size, model.num_key_value_heads * dim * size
     projections = ("attention_projections",)
-    turned = ("norms", *projections) if model.has_qk_norm else projections
+    rotated = ("norms", *projections) if model.has_qk_norm else projections
     found = [_attention_input(model, view)]
     if model.has_qk_norm:
         found += [
@@ -134,8 +134,8 @@ def _grouped_attention(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
         ]
     return [
         *found,
-        KeptTensor("queries", query, turned, 0, "qkv"),
-        KeptTensor("keys", key, turned, 0, "qkv"),
+        KeptTensor("queries", query, rotated, 0, "qkv"),
+        KeptTensor("keys", key, rotated, 0, "qkv"),
         KeptTensor("values", key, projections, 0, "qkv"),
         KeptTensor("attention output", query, ("attention",), 0, "attention_output"),
         KeptTensor("log-sum-exps", model.num_attention_heads * FP32, ("attention",), 0, "attention_output"),
