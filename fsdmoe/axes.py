@@ -130,7 +130,8 @@ def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
             f"mesh: dp_outer*dp_shard*cp*tp = {fixed * dp_shard}, but there are {world_size} ranks; "
             f"set mesh.dp_shard = -1 to fill the world, or start {fixed * dp_shard} ranks"
         )
-    inside, expert = dp_shard * config.cp * config.tp, config.ep * config.etp
+    inside = dp_shard * config.cp * config.tp
+    expert = config.ep * config.etp
     if inside % expert:
         raise ConfigError(
             f"mesh.ep: ep*etp = {expert} must divide dp_shard*cp*tp = {inside} "

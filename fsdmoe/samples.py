@@ -24,7 +24,8 @@ class Samples:
     ``<|im_start|>`` are the tokens that they name."""
 
     def __init__(self, prompts: Sequence[str], data: DataConfig, device: torch.device) -> None:
-        self._prompts, self._device = prompts, device
+        self._prompts = prompts
+        self._device = device
         if prompts:
             self._tokenizer = load_tokenizer(
                 data.tokenizer, eos_token=data.eos_token, bos_token=data.bos_token

@@ -42,7 +42,9 @@ class Run:
     def __init__(
         self, config: Config, meshes: Meshes, *, trains: bool = True, told: frozenset[str] = frozenset()
     ) -> None:
-        self.config, self.meshes, train = config, meshes, config.train
+        self.config = config
+        self.meshes = meshes
+        train = config.train
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
         model, kind = build_any_model(config.model, config.experts, config.adapter)
@@ -99,7 +101,8 @@ class Run:
 
     def train_step(self, inputs: Any = None, began: float = 0.0) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
-        began, progress = began or time.perf_counter(), self.progress
+        began = began or time.perf_counter()
+        progress = self.progress
         inputs = inputs or self.feed.inputs(self.data.next_step())
         counts = self.feed.count(self.decoder, inputs)
         loads_LE: Any = None
@@ -162,7 +165,8 @@ class Run:
 
     def loop(self, received: list[int]) -> str:
         """Step until the run is done or asked to stop; returns how it ended."""
-        train, progress = self.config.train, self.progress
+        train = self.config.train
+        progress = self.progress
         while progress["step"] < train.steps:
             step = progress["step"] + 1
             with self.observer.step_profile(step):
@@ -204,7 +208,8 @@ def train(command: CommandLine) -> int:
             run = Run(command.config, meshes, trains=not command.evaluate_only, told=kept.told)
             kept.write()  # not earlier where checkpoints are: until they are loaded, the old one is theirs
             locks.guard(run.checkpoints, ending)
-            ending.on_close, ending.progress = run.close, run.progress
+            ending.on_close = run.close
+            ending.progress = run.progress
             if command.evaluate_only:
                 print_evaluation(run.evaluate(), run.progress["step"], is_main=is_main)
             status = "evaluated" if command.evaluate_only else run.loop(received)

@@ -88,7 +88,8 @@ def _fused_on_disk(config: Tree) -> CheckpointError:
 
 def _factors_of(stacked: Factors, pieces: list[Piece], config: Tree) -> Boxes:
     """Both factors of every expert's part of one fused weight."""
-    left, right = stacked.second, stacked.first
+    left = stacked.second
+    right = stacked.first
     if stacked.is_transposed:
         left, right = right, left
     rank = stacked.first.shape[0] // stacked.num_experts

@@ -68,7 +68,8 @@ def memory_problems(config: Config, world_size: int) -> list[str]:
 
 def least_bytes(config: Config) -> int:
     """Of a model's state, all ranks together, as far as nothing makes it smaller."""
-    precision, optim = config.precision, config.optim
+    precision = config.precision
+    optim = config.optim
     if config.adapter.is_on and config.adapter.freeze_base:
         return num_parameters(config.model) * (1 if precision.frozen_dtype else _BYTES[precision.param_dtype])
     moments = 0

@@ -94,7 +94,8 @@ def heads_of_ranks(num_heads: int, num_kv_heads: int, size: int) -> list[list[in
             f"{size} ranks, which does not divide them; choose cp {nearest_divisors(size, num_heads)}, "
             "or context_parallel.mode ring, which takes any size"
         )
-    per_rank, per_group = num_heads // size, num_heads // num_kv_heads
+    per_rank = num_heads // size
+    per_group = num_heads // num_kv_heads
     heads = [[head // per_group for head in range(r * per_rank, (r + 1) * per_rank)] for r in range(size)]
     if per_rank % per_group == 0:
         return [row[::per_group] for row in heads]

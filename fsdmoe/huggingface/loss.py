@@ -143,7 +143,8 @@ class ChunkedHead:
     def _can_wait(self, hidden_BSD: Tensor) -> bool:
         """Whether the sum would be that of the head's own logits. Hooks would be called twice: those of the
         sharding engine may be."""
-        weight, device = self.head.weight, hidden_BSD.device.type
+        weight = self.head.weight
+        device = hidden_BSD.device.type
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
             return False
         return hidden_BSD.dtype == weight.dtype in _DTYPES and _count_hooks(self.head) == self._num_hooks

@@ -206,7 +206,8 @@ def page(runs: Sequence[ComparedRun], *, is_live: bool = False) -> str:
     loads = {}
     for run in runs:
         if counts := least_even(run):
-            first, last = run.loads.first_step, run.loads.last_step
+            first = run.loads.first_step
+            last = run.loads.last_step
             title = f"Tokens of each expert over time: {run.name}"
             loads[run.name] = load_chart(counts, first_step=first, last_step=last, title=title)
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(

@@ -4,7 +4,6 @@ and the page is drawn anew where files of the runs have changed."""
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -13,8 +12,7 @@ from pathlib import Path
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.observe.compare import LOADS, METRICS
-
-HOST = "127.0.0.1"
+from fsdmoe.observe.server import HOST, serve_until_interrupted
 
 
 class WatchServer(ThreadingHTTPServer):
@@ -103,19 +101,4 @@ def watch(draw: Callable[[], str], folders: Sequence[str], port: int) -> int:
         port: Of this machine; 0 takes a free one.
     """
     draw()  # what is wrong with the folders is told here
-    try:
-        server = WatchServer(draw, folders, port)
-    except (OSError, OverflowError) as error:
-        print(
-            f"fsdmoe: --port: cannot listen on {port} ({error}); choose another, or 0 for a free one",
-            file=sys.stderr,
-        )
-        return 2
-    print(f"http://{HOST}:{server.server_port}/  (this machine alone; Ctrl-C ends it)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        server.server_close()
-    return 0
+    return serve_until_interrupted(lambda number: WatchServer(draw, folders, number), port)

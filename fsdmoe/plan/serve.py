@@ -28,13 +28,13 @@ from typing import Any
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.config import PRESETS, preset_config
+from fsdmoe.observe.server import HOST, serve_until_interrupted
 from fsdmoe.plan.answer import answer
 from fsdmoe.plan.hardware import FABRICS, GIB, GPUS
 from fsdmoe.plan.memory_section import recompute_choices
 from fsdmoe.plan.report import ranking_values
 from fsdmoe.plan.source import Fixed, Request
 
-HOST = "127.0.0.1"
 _HERE = Path(__file__).parent
 _UPLOT = _HERE / "uplot"
 FILES = {
@@ -54,19 +54,7 @@ _TEXTS = {"model", "gpu", "fabric", "recompute"}
 
 def serve(port: int) -> int:
     """Serve until interrupted; returns the exit code."""
-    try:
-        server = build_server(port)
-    except (OSError, OverflowError) as error:
-        print(f"fsdmoe: --port: cannot listen on {port} ({error}); choose another, or 0 for a free one")
-        return 2
-    print(f"http://{HOST}:{server.server_port}/  (this machine alone; Ctrl-C ends it)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        server.server_close()
-    return 0
+    return serve_until_interrupted(build_server, port)
 
 
 def build_server(port: int) -> ThreadingHTTPServer:

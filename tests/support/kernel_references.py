@@ -68,8 +68,8 @@ def rope_reference(
     if cos.shape[-1] == first.shape[-1]:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
     (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, dim=-1), sin.chunk(2, dim=-1)
-    turned = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
-    return torch.cat(turned, dim=-1).to(x_BSHD.dtype)
+    rotated = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
+    return torch.cat(rotated, dim=-1).to(x_BSHD.dtype)
 
 
 def router_input_grad_reference(

@@ -221,7 +221,8 @@ def project(
     programs = tile.per_sm * num_programs(rows.device, tile.spare_sms)
     a_desc = narrow_desc = describe(rows, (tile.m, tile.k))
     w_desc = factor_desc = describe(weight, w_block)
-    rank, ranks = 0, 1
+    rank = 0
+    ranks = 1
     if term is not None:
         rank, ranks = _ranks(term)
         narrow_desc = describe(term.narrow_MQ, (tile.m, ranks))
@@ -282,7 +283,8 @@ def gate_up(
     programs = num_programs(x.device, tile.spare_sms)
     x_desc = narrow_desc = describe(x, (tile.m, tile.k))
     w_desc = factor_desc = describe(first.weight_E2ND.view(num_experts, 2, n, d), (1, 2, half, tile.k))
-    rank, ranks = 0, 1
+    rank = 0
+    ranks = 1
     if term is not None:
         rank, ranks = _ranks(term)
         narrow_desc = describe(term.narrow_MQ, (tile.m, ranks))
