@@ -101,10 +101,13 @@ def build_fsdp2(shape: Shape, ep: int, meshes: Meshes, settings: argparse.Namesp
     with torch.device("meta"):
         model = decoder(shape, ep, settings)
     dense, experts = meshes[Axis.FSDP_TP], meshes[Axis.EDP]
+    # FSDP2 casts a module's inputs in forward, but not when checkpointing computes it again: routing weights
+    # of experts stay in float32.
+    of_experts = dataclasses.replace(precision, cast_forward_inputs=False)
     fsdp2_shard(model.embed, mesh=dense, mp_policy=precision)
     for layer in model.layers:
         if ep > 1:
-            fsdp2_shard(layer.get_submodule("experts"), mesh=experts, mp_policy=precision)
+            fsdp2_shard(layer.get_submodule("experts"), mesh=experts, mp_policy=of_experts)
         fsdp2_shard(layer, mesh=dense, mp_policy=precision)
     # needed again at once in backward, as everybody sets it
     fsdp2_shard(model.head, mesh=dense, mp_policy=precision, reshard_after_forward=False)
