@@ -2,7 +2,8 @@
 
 ::
 
-    forward    gate_up × activation × routing weight -> down                         ``forward``
+    forward    gate_up × activation × routing weight                                 ``gate_up``
+               the second projection, summed over a row's experts                    ``down``
     backward   dy through down and the activation -> the pre-activation's gradient   ``down_dgrad``
                gradients of both weights, at once or later                           ``wgrad``
                the pre-activation's gradient through gate_up -> dx                   ``gate_up_dgrad``
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -97,8 +98,13 @@ class PreActivation(NamedTuple):
 class ExpertProducts(Protocol):
     """How one call of experts computes. What passes between its steps is the implementation's own."""
 
-    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Sequence[Any]]:
-        """``y_RD``, and if ``keep`` what backward needs beyond ``given``: named tuples of tensors or None."""
+    def gate_up(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[list[Any], Sequence[Any]]:
+        """What :meth:`down` goes on with, and if ``keep`` what backward needs beyond ``given``: named tuples
+        of tensors or None."""
+        ...
+
+    def down(self, given: Given, activated: list[Any]) -> Tensor:
+        """``y_RD``. It may clear ``activated`` once it has used it."""
         ...
 
     def down_dgrad(self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads) -> tuple[Any, Any]:
@@ -126,10 +132,15 @@ def compute_experts(
     x_RD, weights_RK, ids_RK = rows
     given = ExpertInputs(x_RD, weights_RK, *weights, *updates)
     if not torch.is_grad_enabled():  # which the function itself is not told
-        return products.forward(given, ids_RK, keep=False)[0]
+        return products.down(given, products.gate_up(given, ids_RK, keep=False)[0])
     # Asked for here: what autograd hands to backward may be another tensor, without its sink.
     sinks = ExpertInputs(None, None, *[None if each is None else sink_of(each) for each in weights])
-    return _Experts.apply(_Call(products, sinks, late), ids_RK, *given)
+    if torch._C._current_graph_task_id() == -1:  # not ``is_in_backward``, without its call in every layer
+        return _Experts.apply(_Call(products, sinks, late), ids_RK, *given)
+    # Computed again: that stops at the last tensor which backward needs. Usually it is one of these, and an
+    # output that is a node of its own is left out.
+    down: list[Callable[[], Tensor]] = []
+    return _Output.apply(_Experts.apply(_Call(products, sinks, late, down), ids_RK, *given), down)
 
 
 class _Call(NamedTuple):
@@ -138,22 +149,28 @@ class _Call(NamedTuple):
     products: ExpertProducts
     sinks: ExpertInputs[GradSink | None]
     late: LateGrads | None
+    down: list[Callable[[], Tensor]] | None = None
+    """Takes the second projection, where :class:`_Output` computes it; a stand-in is returned then."""
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, ids_RK: Tensor, *tensors: Tensor) -> Tensor:
         given = ExpertInputs(*tensors)
-        y_RD, kept = call.products.forward(given, ids_RK, keep=any(ctx.needs_input_grad))
+        activated, kept = call.products.gate_up(given, ids_RK, keep=any(ctx.needs_input_grad))
         ctx.call = call
         ctx.kinds = ExpertInputs, *map(type, kept)
         ctx.save_for_backward(*tensors, *itertools.chain(*kept))
-        return y_RD
+        del kept
+        if call.down is None:
+            return call.products.down(given, activated)
+        call.down.append(functools.partial(call.products.down, given, activated))
+        return given.x_RD.new_empty(()).expand(given.x_RD.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
-        products, sinks, late = ctx.call
+        products, sinks, late, _ = ctx.call
         given, *kept = _restored(ctx.kinds, ctx.saved_tensors)
         inputs = zip(given, sinks, ctx.needs_input_grad[2:], strict=True)
         grads: Grads = ExpertInputs(*[Gradient(of, sink) if wanted else None for of, sink, wanted in inputs])
@@ -166,6 +183,18 @@ class _Experts(torch.autograd.Function):
         del operands
         products.gate_up_dgrad(rest, given, grads)
         return None, None, *[None if each is None else each.for_autograd for each in grads]
+
+
+class _Output(torch.autograd.Function):
+    """The second projection of a call, in the place of its stand-in. It saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in_RD: Tensor, down: list[Callable[[], Tensor]]) -> Tensor:
+        return down.pop()()
+
+    @staticmethod
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None]:
+        return dy_RD, None
 
 
 def _restored(kinds: tuple[Any, ...], tensors: Iterable[Tensor | None]) -> list[Any]:

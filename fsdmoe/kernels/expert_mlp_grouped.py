@@ -75,7 +75,7 @@ class GroupedProducts(NamedTuple):
     """Of a weight that is frozen and kept as codes."""
     down_scales: WeightScales | None
 
-    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Kept]:
+    def gate_up(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[list[Any], Kept]:
         dtype = given.x_RD.dtype
         num_experts = given.gate_up_E2ND.shape[0]
         permutation = group_assignments(ids_RK, num_experts, max_assignments=self.max_rows)
@@ -88,14 +88,19 @@ class GroupedProducts(NamedTuple):
         h_MN = activate(_wide(z_M2N), self.activation)
         if not self.weight_after:
             h_MN *= weights_M1
-        down = _projection(given.down_EDN, given.down_a, given.down_b, self.down_scales, dtype)
-        y_MD = down.forward(h_MN.to(dtype), permutation.ends_G)
+        kept = PreActivation(None if self.recompute else z_M2N), permutation
+        return [h_MN.to(dtype), weights_M1, permutation], kept
+
+    def down(self, given: Given, activated: list[Any]) -> Tensor:
+        h_MN, weights_M1, permutation = activated
+        activated.clear()
+        down = _projection(given.down_EDN, given.down_a, given.down_b, self.down_scales, h_MN.dtype)
+        y_MD = down.forward(h_MN, permutation.ends_G)
         del h_MN, down
         if given.down_bias is not None:
             bias_MD = given.down_bias.index_select(0, permutation.groups_M())
             y_MD += bias_MD if self.weight_after else bias_MD * weights_M1
-        y_RD = sum_rows(y_MD, permutation, given.weights_RK if self.weight_after else None)
-        return y_RD, (PreActivation(None if self.recompute else z_M2N), permutation)
+        return sum_rows(y_MD, permutation, given.weights_RK if self.weight_after else None)
 
     def down_dgrad(
         self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads

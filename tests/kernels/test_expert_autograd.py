@@ -2,14 +2,16 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdmoe
 from fsdmoe.kernels.expert_autograd import Gradient
-from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
+from fsdmoe.kernels.expert_mlp_grouped import GroupedProducts, experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.precision.formats import FP8_BLOCKWISE
 
@@ -108,7 +110,7 @@ def test_kernels_in_fp8_keep_scales_of_panels_too(launches: list[str]) -> None:
     assert "fp8_gemm_kernel" in launches
 
 
-def test_experts_have_one_autograd_function() -> None:
+def test_experts_have_one_autograd_function_and_one_for_an_output_apart() -> None:
     kernels = Path(fsdmoe.__file__).parent / "kernels"
     found = [
         f"{path.name}: {node.name}"
@@ -117,7 +119,37 @@ def test_experts_have_one_autograd_function() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef) and "Function" in " ".join(map(ast.unparse, node.bases))
     ]
-    assert found == ["expert_autograd.py: _Experts"]
+    assert found == ["expert_autograd.py: _Experts", "expert_autograd.py: _Output"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("needs_output", [False, True])
+def test_a_recomputed_layer_computes_its_output_again_only_where_backward_needs_it(
+    monkeypatch: pytest.MonkeyPatch, needs_output: bool, reentrant: bool
+) -> None:
+    computed: list[int] = []
+    down = GroupedProducts.down
+
+    def count(self: GroupedProducts, *args: Any) -> Tensor:
+        computed.append(1)
+        return down(self, *args)
+
+    monkeypatch.setattr(GroupedProducts, "down", count)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, 16), (ROWS, TOP_K), (EXPERTS, 2 * 8, 16), (EXPERTS, 16, 8)
+    given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    ids = torch.randint(0, EXPERTS, (ROWS, TOP_K), generator=generator)
+
+    def layer(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        y = experts_mlp_grouped(Rows(x, weights, ids), ExpertWeights(gate_up, down))
+        return x + (y.sin() if needs_output else y)
+
+    expected = torch.autograd.grad(layer(*given).square().sum(), given)
+    computed.clear()
+    checkpoint(layer, *given, use_reentrant=reentrant).square().sum().backward()
+    assert len(computed) == (2 if needs_output or reentrant else 1)
+    for each, gradient in zip(given, expected, strict=True):
+        torch.testing.assert_close(each.grad, gradient)
 
 
 def test_a_gradient_goes_to_its_sink_or_to_autograd() -> None:

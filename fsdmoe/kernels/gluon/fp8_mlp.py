@@ -110,22 +110,33 @@ class BlockwiseProducts(NamedTuple):
     down_scales: WeightScales | None
     quantized: QuantizedExpertWeights | None
 
-    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Kept | tuple[()]]:
+    def gate_up(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[list[Any], Kept | tuple[()]]:
         x_RD = given.x_RD
         power_of_two = self.power_of_two
-        gate_up, down = self._plain_codes(given)
-        row_map = build_row_map(ids_RK, down.codes.shape[0], align=BLOCK, max_rows=self.max_rows)
+        row_map = build_row_map(ids_RK, given.down_EDN.shape[0], align=BLOCK, max_rows=self.max_rows)
+        if self.quantized is None:
+            gate_up = self._forward_codes(given.gate_up_E2ND, self.gate_up_scales)
+        else:
+            gate_up = self.quantized.gate_up
         x = quantize_rows(x_RD, row_map, power_of_two=power_of_two)
         pre_2MN, act = gemm.gate_up(
             x, given.weights_RK, gate_up, row_map, keep=keep, power_of_two=power_of_two, dtype=x_RD.dtype
         )
         x_scales = x.scales
         del x
-        y_RD = combine_rows(gemm.project(act, down, row_map, dtype=x_RD.dtype), row_map)
+        activated = [act, row_map]
         if pre_2MN is None:
-            return y_RD, ()
+            return activated, ()
         scales = expert_scales(x_scales, row_map), expert_scales(act.scales, row_map)
-        return y_RD, (KeptPanels(pre_2MN, *scales), row_map)
+        return activated, (KeptPanels(pre_2MN, *scales), row_map)
+
+    def down(self, given: Given, activated: list[Any]) -> Tensor:
+        act, row_map = activated
+        if self.quantized is None:
+            down = self._forward_codes(given.down_EDN, self.down_scales)
+        else:
+            down = self.quantized.down
+        return combine_rows(gemm.project(act, down, row_map, dtype=given.x_RD.dtype), row_map)
 
     def down_dgrad(
         self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads
@@ -169,17 +180,10 @@ class BlockwiseProducts(NamedTuple):
             dx_MD = gemm.project(dpre, gate_up, row_map, dtype=given.x_RD.dtype)
             grads.x_RD.put(combine_rows(dx_MD, row_map))
 
-    def _plain_codes(self, given: Given) -> WeightPair:
-        """For forward: gate_up ``[E, 2N, D]`` and down ``[E, D, N]``."""
-        if self.quantized is not None:
-            return self.quantized.gate_up, self.quantized.down
-
-        def codes(weight: Tensor, found: WeightScales | None) -> Codes:
-            if found is not None:
-                return Codes(weight.detach(), found.scales)
-            return quantize_weight(weight, power_of_two=self.power_of_two, transposed=False)[0]
-
-        return codes(given.gate_up_E2ND, self.gate_up_scales), codes(given.down_EDN, self.down_scales)
+    def _forward_codes(self, weight: Tensor, found: WeightScales | None) -> Codes:
+        if found is not None:
+            return Codes(weight.detach(), found.scales)
+        return quantize_weight(weight, power_of_two=self.power_of_two, transposed=False)[0]
 
     def _transposed_codes(self, given: Given) -> WeightPair:
         """For backward: gate_up ``[E, D, 2N]`` and down ``[E, N, D]``."""

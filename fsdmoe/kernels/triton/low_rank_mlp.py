@@ -88,18 +88,23 @@ class LowRankOperands(NamedTuple):
 class LowRankProducts(FusedProducts):
     """See :class:`~fsdmoe.kernels.expert_autograd.ExpertProducts`."""
 
-    def forward(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, Any]:
+    def gate_up(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[list[Any], Any]:
         tiles = layer_tiles(ids_RK, given.down_EDN, self.spare_sms)
         row_map = build_row_map(ids_RK, len(given.down_EDN), align=tiles.align, max_rows=self.max_rows)
         rows = self._rows(given.x_RD, row_map, tiles)
         x_MQ = self._narrow(rows, given.gate_up_a, row_map, transposed=True)
         pre_2MN, act_MN = self._first(given, rows, x_MQ, row_map, tiles, keep=keep and not self.recompute)
         act_MQ = self._narrow(act_MN, given.down_a, row_map, transposed=True)
+        kept = PreActivation(pre_2MN), row_map, Narrow(x_MQ, act_MQ)
+        return [act_MN, act_MQ, row_map, tiles], kept
+
+    def down(self, given: Given, activated: list[Any]) -> torch.Tensor:
+        act_MN, act_MQ, row_map, tiles = activated
         y_MD = project(
             act_MN, given.down_EDN, row_map, transposed=True, tile=_with_term(tiles.project),
             term=_term(act_MQ, given.down_b),
         )  # fmt: skip
-        return combine_rows(y_MD, row_map), (PreActivation(pre_2MN), row_map, Narrow(x_MQ, act_MQ))
+        return combine_rows(y_MD, row_map)
 
     def down_dgrad(
         self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads

@@ -84,13 +84,16 @@ class FusedProducts:
     spare_sms: int = 0
     wgrad_spare_sms: int = 0
 
-    def forward(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, Kept]:
+    def gate_up(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[list[Any], Kept]:
         down_EDN = given.down_EDN
         tiles = layer_tiles(ids_RK, down_EDN, self.spare_sms)
         row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=self.max_rows)
         pre_2MN, act_MN = self._gate_up(given, row_map, tiles, keep=keep and not self.recompute)
-        y_RD = combine_rows(self._down(act_MN, down_EDN, row_map, tiles), row_map)
-        return y_RD, (PreActivation(pre_2MN), row_map)
+        return [act_MN, row_map, tiles], (PreActivation(pre_2MN), row_map)
+
+    def down(self, given: Given, activated: list[Any]) -> torch.Tensor:
+        act_MN, row_map, tiles = activated
+        return combine_rows(self._down(act_MN, given.down_EDN, row_map, tiles), row_map)
 
     def down_dgrad(
         self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads
