@@ -8,6 +8,7 @@ torch's allocator while it steps, next to what the dry run plans.
     python benchmarks/adapters.py                            16,384 tokens a step, all four settings
     python benchmarks/adapters.py --tokens 4096 --graphs     each step as a CUDA graph too
     python benchmarks/adapters.py --on all --recompute layer --base float8
+    python benchmarks/adapters.py --on all --recompute layer --peer      transformers with peft next to it
     python benchmarks/adapters.py --tiny         the same on a CPU in seconds, to see that it works
 """
 
@@ -88,6 +89,12 @@ def peak_gib() -> tuple[float, float]:
     return found[0] / 2**30, found[1] / 2**30
 
 
+def free_memory() -> None:
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def measure(setting: Setting, args: argparse.Namespace, folder: str, meshes: Meshes) -> dict[str, Any]:
     adapter, policy = setting.adapter(args.rank), setting.policy(args.base)
     began = time.perf_counter()
@@ -141,6 +148,66 @@ def measure(setting: Setting, args: argparse.Namespace, folder: str, meshes: Mes
     return found
 
 
+def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """transformers with peft: grouped products of experts, torch's attention, its own fused AdamW, factors in
+    bfloat16 (peft's default of float32 multiplies in it)."""
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    began = time.perf_counter()
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", experts_implementation="grouped_mm"
+        )
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if setting.on == "all" else None
+    lora = peft.LoraConfig(
+        r=args.rank,
+        lora_alpha=args.rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=experts,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False).train()
+    if setting.recompute == "layer":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    wait(DEVICE)
+    built, built_peak = time.perf_counter() - began, peak_gib()
+    length = 64 if args.tiny else args.length
+    rows = 1 if args.tiny else args.tokens // length
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (rows, length), generator=random).to(DEVICE)
+    losses = []
+
+    def step() -> None:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    milliseconds(step, 2, DEVICE)
+    peak_gib()
+    times = [milliseconds(step, 1, DEVICE) for _ in range(args.steps)]
+    return {
+        **setting._asdict(),
+        "on": f"{setting.on}, transformers and peft",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained": sum(p.numel() for p in trained),
+        "planned_gib": 0.0,
+        "built_s": built,
+        "built_peak_gib": built_peak,
+        "peak_gib": peak_gib(),
+        "step_ms": times,
+        "tokens_per_s": rows * length / statistics.median(times) * 1e3,
+        "losses": [losses[0].item(), losses[-1].item()],
+    }
+
+
 def report(found: dict[str, Any]) -> None:
     """A line of the table, and what stands behind it."""
     times, (allocated, reserved) = found["step_ms"], found["peak_gib"]
@@ -167,6 +234,7 @@ def main() -> None:
     parser.add_argument("--on", nargs="+", default=["attention", "all"], choices=["attention", "all"])
     parser.add_argument("--recompute", nargs="+", default=["layer", "nothing"], choices=["layer", "nothing"])
     parser.add_argument("--graphs", action="store_true", help="each setting with graphs as well")
+    parser.add_argument("--peer", action="store_true", help="transformers with peft after each setting")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=4096, help="of a row")
     parser.add_argument("--steps", type=int, default=8, help="that are timed")
@@ -189,11 +257,19 @@ def main() -> None:
             for graphs in ("none", "step") if args.graphs else ("none",):
                 for on in args.on:
                     setting = Setting(on, recompute, graphs)
-                    found.append(measure(setting, args, tiny if args.tiny else str(FOLDER), meshes))
+                    folder = tiny if args.tiny else str(FOLDER)
+                    found.append(measure(setting, args, folder, meshes))
                     report(found[-1])
-                    gc.collect()
-                    if DEVICE.type == "cuda":
-                        torch.cuda.empty_cache()
+                    free_memory()
+                    if args.peer and graphs == "none":
+                        try:
+                            found.append(measure_peer(setting, args, folder))
+                            report(found[-1])
+                        except torch.OutOfMemoryError:
+                            print(
+                                f"| {on}, transformers and peft | {recompute} | out of memory |", flush=True
+                            )
+                        free_memory()
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
