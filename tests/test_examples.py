@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def requires(*names: str) -> pytest.MarkDecorator:
 def run_inside(name: str, folder: str, steps: int) -> list[float]:
     """The example on this rank; the losses that it logged."""
     forget_accelerate()
+    sys.path.insert(0, str(ROOT / "examples"))  # as when it is started: examples share a tokenizer
     losses = example(name).main(folder, steps)
     if losses is not None:
         return losses
@@ -139,6 +141,20 @@ def test_a_trainer_goes_on_from_its_checkpoint_and_leaves_a_model(name: str, tmp
     shutil.rmtree(tmp_path / "checkpoint-8")
     assert run_ranks(run_inside, 2, name, str(tmp_path), 8)[0] == pytest.approx(losses, rel=1e-5)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "qwen3_moe"
+
+
+@pytest.mark.full
+@requires("accelerate", "trl", "peft")
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("dpo_trainer", "adapter_model.safetensors"), ("grpo_trainer", "model.safetensors")],
+)
+def test_a_trainer_of_preferences_goes_on_from_its_checkpoint(name: str, left: str, tmp_path: Path) -> None:
+    losses = run_ranks(run_inside, 2, name, str(tmp_path), 6)[0]
+    assert len(set(losses)) == 6
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    assert run_ranks(run_inside, 2, name, str(tmp_path), 6)[0] == pytest.approx(losses, rel=1e-5)
+    assert (tmp_path / "model" / left).exists()
 
 
 @pytest.mark.full

@@ -29,6 +29,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor, engine_of
 from fsdmoe.huggingface.lora import has_factors, is_transposed
 from fsdmoe.huggingface.peft_modules import modules_to_save
+from fsdmoe.huggingface.reference import note_reference
 from fsdmoe.huggingface.wrapped_experts import stay_on_device
 from fsdmoe.mesh import Meshes
 from fsdmoe.rewrites import Rewrite, rewrite
@@ -45,7 +46,7 @@ def connect_shell(shell: nn.Module, inner: nn.Module, meshes: Meshes) -> None:
     # peft calls the inner model's forward directly, past the hooks that gather its weights.
     rewrite(whole.base_model, Rewrite.SHELL, _call_inner)
     whole.save_pretrained = types.MethodType(_save_pretrained, shell)
-    whole.add_adapter = _refuse_add
+    whole.add_adapter = functools.partial(_refuse_add, shell)
     stay_on_device(shell, meshes)
 
 
@@ -125,8 +126,10 @@ def _adapter_names(model: nn.Module) -> set[str]:
     return set(getattr(model, "peft_config", None) or {})
 
 
-def _refuse_add(adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    raise ConfigError(_BEFORE.format(adapter_name))
+def _refuse_add(shell: Any, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
+    """ConfigError for a new adapter, TRL's copy of the first aside."""
+    if not note_reference(shell, adapter_name, peft_config):
+        raise ConfigError(_BEFORE.format(adapter_name))
 
 
 def whole_adapters(model: nn.Module, **chosen: Any) -> dict[str, Tensor]:

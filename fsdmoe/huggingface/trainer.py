@@ -43,6 +43,7 @@ from fsdmoe.huggingface.accelerator import (
     with_methods_of,
 )
 from fsdmoe.huggingface.lora_life import whole_adapters
+from fsdmoe.huggingface.reference import settle_reference
 from fsdmoe.optim import AdamW
 from fsdmoe.rewrites import Rewrite, rewrite
 
@@ -75,6 +76,7 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
     _refuse_unsharded(given.model)
     refuse_unfit(given.model)
     _refuse_arguments(given.args)
+    settle_reference(given.model)
     given.accelerator = prepare_accelerator(given.accelerator)
     for name in ("model", "ref_model"):  # the second is that of preference optimization
         model = getattr(given, name, None)
@@ -265,6 +267,9 @@ def _refuse_arguments(args: Any) -> None:
         "fp16_full_eval": "the model keeps the precision it was sharded with",
         "bf16_full_eval": "the model keeps the precision it was sharded with",
         "use_liger_kernel": "its kernels replace forwards that are in use; fsdmoe has its own",
+        "sync_ref_model": "the two models are sharded differently; leave the reference as it is",
+        "use_vllm": "it would be sent shards; let the model generate, or link a server (docs/rl.md)",
+        "use_transformers_continuous_batching": "ranks would batch alone; leave it out, generate() works",
     }
     for name, why in fixes.items():
         if getattr(args, name, False):
