@@ -31,7 +31,7 @@ from fsdmoe.auto_model import kind_of
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.data.batch import Batch
 from fsdmoe.feed import Feed
-from fsdmoe.frozen_layers import keep_frozen_in_fp8
+from fsdmoe.frozen_layers import keep_frozen_in_codes
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes, plan_memory
 from fsdmoe.graphs import build_micro_batches
@@ -76,7 +76,7 @@ def planned_bytes(folder: str, adapter: AdapterConfig, policy: ParallelPolicy) -
     """What engine and optimizer are to hold; activations come on top."""
     model, degrees = build_folder_model(folder, adapter), resolve_degrees(MeshConfig(), 1)
     experts = split_wrapped(model, PlannedMeshes(degrees))
-    keep_frozen_in_fp8(model, policy.precision, PlannedMeshes(degrees), experts)
+    keep_frozen_in_codes(model, policy.precision, PlannedMeshes(degrees), experts)
     return plan_memory(model, degrees, FSDPPolicy(fsdp=policy.fsdp, precision=policy.precision)).total
 
 

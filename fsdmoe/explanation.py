@@ -105,5 +105,5 @@ def _described(policy: ExpertPolicy, dispatcher: Dispatcher, like: torch.Tensor)
     kernel = kernel if policy.recipe is None else f"recipe {policy.recipe.name}"
     order = "one expert after another" if policy.sequential else "grouped experts"
     facts = [f"{order} {where}, {kernel} {str(like.dtype).removeprefix('torch.')}"]
-    facts += ["weights in fp8"] * policy.coded
+    facts += ["weights decoded from codes"] * policy.coded
     return facts + ["recomputed: experts"] * policy.recompute

@@ -32,7 +32,7 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.flex import FlexDispatcher, share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.moe import MoE
-from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_fp8
+from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_codes
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_config import AdapterConfig
@@ -186,7 +186,7 @@ def parallelize(
         _share_buffers(inner, meshes, policy)
     states = [] if policy.precision.recipe == "bf16" else _quantize(model, meshes, policy.precision)
     if policy.precision.frozen_dtype is not None:
-        logger.info("precision: %s", keep_frozen_in_fp8(inner, policy.precision, meshes))
+        logger.info("precision: %s", keep_frozen_in_codes(inner, policy.precision, meshes))
     small_chunks = policy.memory != _KEEP_ALL and _keep_less(inner, meshes, policy.memory, kind)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)

@@ -1,4 +1,4 @@
-"""Frozen weights in fp8 under adapters: the model whose weights were rounded beforehand, on any mesh."""
+"""Frozen weights as codes under adapters: the model whose weights were rounded beforehand, on any mesh."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from fsdmoe import checkpoint
+from fsdmoe.checkpoint import api, storage
 from fsdmoe.checkpoint.adapter_names import is_adapter_name, stored_name
 from fsdmoe.errors import ConfigError
-from fsdmoe.frozen_layers import FROZEN
+from fsdmoe.frozen_layers import coding_of
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.frozen_codes import coded_units
 from fsdmoe.huggingface.folder import build_folder_model
@@ -20,29 +21,48 @@ from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.four_bit import FourBit, decode, encode
 from fsdmoe.precision.quantize import rounded
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.support.hf_tiny import tiny_hf
 from tests.support.lora_case import adapted, alone, differences, train_steps, wrapped
 
 pytestmark = requires_peft
-POLICY = ParallelPolicy(precision=PrecisionConfig(param_dtype="float32", frozen_dtype="float8"))
-WIDE = {"hidden_size": 144, "moe_intermediate_size": 40}
-"""So that a matrix has several blocks, and the last ones are smaller."""
+PRECISION = {
+    "float8": PrecisionConfig(param_dtype="float32", frozen_dtype="float8"),
+    "nf4": PrecisionConfig(param_dtype="float32", frozen_dtype="nf4"),
+    "int4": PrecisionConfig(param_dtype="float32", frozen_dtype="int4", frozen_block=32),
+}
+WIDE = {
+    "float8": {"hidden_size": 144, "moe_intermediate_size": 40},
+    "nf4": {"hidden_size": 128, "moe_intermediate_size": 64},
+    "int4": {"hidden_size": 96, "moe_intermediate_size": 40},
+}
+"""So that a matrix has several blocks. In fp8 the last ones are smaller; in int4 the experts' down projection
+has no whole blocks, so it stays as it is."""
+STORED = {"float8": torch.float8_e4m3fn, "nf4": torch.uint8, "int4": torch.uint8}
 
 
-def is_kept(name: str) -> bool:
-    """Whether a parameter is one of those that are kept in fp8."""
-    own = stored_name(name)
-    return not is_adapter_name(name) and ("_proj" in own)
+def is_kept(name: str, parameter: torch.Tensor, block: int = 1) -> bool:
+    """Whether a parameter is one of those that are kept as codes."""
+    return not is_adapter_name(name) and "_proj" in stored_name(name) and parameter.shape[-1] % block == 0
 
 
 @torch.no_grad()
-def round_base(model: nn.Module) -> None:
+def round_base(model: nn.Module, precision: PrecisionConfig = PRECISION["float8"]) -> None:
+    scaling = coding_of(precision).scaling
     for name, parameter in model.named_parameters():
-        if is_kept(name):
+        if not is_kept(name, parameter, precision.four_bit_block or 1):
+            continue
+        if isinstance(scaling, FourBit):
+            flat = parameter.detach().view(-1)
+            codes = torch.empty(flat.numel() // 2, dtype=torch.uint8)
+            factors = torch.empty(scaling.factor_numel(flat.numel()), dtype=torch.bfloat16)
+            encode(flat.clone(), scaling, codes, factors)
+            decode(codes, factors, scaling, flat)
+        else:
             matrices = parameter.view(-1, *parameter.shape[-2:])
-            parameter.copy_(torch.stack([rounded(m, FROZEN) for m in matrices]).view(parameter.shape))
+            parameter.copy_(torch.stack([rounded(m, scaling) for m in matrices]).view(parameter.shape))
 
 
 def kept_values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -57,13 +77,15 @@ def kept_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def life(folder: str, mesh: dict[str, int]) -> dict[str, Any]:
+def life(folder: str, mesh: dict[str, int], dtype: str) -> dict[str, Any]:
     """A model from a folder, trained, saved and loaded again on this rank."""
     meshes = build_meshes(**mesh)
+    policy = ParallelPolicy(precision=PRECISION[dtype])
     adapter = AdapterConfig(rank=3)
 
-    def build() -> nn.Module:
-        return parallelize(build_folder_model(f"{folder}/hf", adapter), meshes, POLICY, load=f"{folder}/hf")
+    def build(base: str = "hf", policy: ParallelPolicy = policy) -> nn.Module:
+        source = f"{folder}/{base}"
+        return parallelize(build_folder_model(source, adapter), meshes, policy, load=source)
 
     model, found = build(), {}
     held = [
@@ -71,34 +93,51 @@ def life(folder: str, mesh: dict[str, int]) -> dict[str, Any]:
     ]
     found["codes"] = {buffer.shard.dtype for buffer in held}  # type: ignore[union-attr]
     found["values"] = kept_values(model)
-    train_steps(model, meshes, "sgd", 2)
+    rounded = build("rounded", ParallelPolicy(precision=PrecisionConfig(param_dtype="float32")))
+    found["steps"] = [train_steps(m, meshes, "sgd", 2) for m in (rounded, model)]
     checkpoint.save(f"{folder}/checkpoint", model)
     other = build()
     checkpoint.load(f"{folder}/checkpoint", other)
     found["losses"] = [train_steps(m, meshes, "sgd", 2)[0] for m in (model, other)]
     found["values afterwards"] = kept_values(other)
-    with pytest.raises(RuntimeError, match=r"kept in fp8 \(precision.frozen_dtype\)"):
-        next(p for n, p in model.named_parameters() if is_kept(n)).full_tensor()  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"kept in codes \(precision.frozen_dtype\)"):
+        next(p for n, p in model.named_parameters() if is_kept(n, p)).full_tensor()  # type: ignore[operator]
     layer = model.get_submodule("model.layers.0.self_attn.q_proj")
     with pytest.raises(ConfigError, match=r"merge: expected weights in precision.param_dtype, got frozen"):
         layer.merge()  # type: ignore[operator]
     return found
 
 
-def test_a_folder_is_read_into_fp8_trained_saved_without_it_and_resumed(tmp_path: Path) -> None:
-    base = tiny_hf("qwen3_moe", output_router_logits=False, **WIDE)
+@pytest.mark.parametrize(
+    ("dtype", "mesh"),
+    [
+        ("float8", {"ep": 2}),
+        ("nf4", {"ep": 2}),
+        pytest.param("nf4", {}, marks=pytest.mark.full),
+        pytest.param("int4", {}, marks=pytest.mark.full),
+    ],
+)
+def test_a_folder_is_read_into_codes_trained_saved_without_them_and_resumed(
+    tmp_path: Path, dtype: str, mesh: dict[str, int]
+) -> None:
+    base = tiny_hf("qwen3_moe", output_router_logits=False, **WIDE[dtype])
     base.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
-    round_base(base)
-    expected = {name: p.detach() for name, p in base.named_parameters() if is_kept(name)}
-    for got in run_ranks(life, 2, str(tmp_path), {"ep": 2}):
-        assert got["codes"] == {torch.float8_e4m3fn}
+    precision = PRECISION[dtype]
+    round_base(base, precision)
+    base.save_pretrained(tmp_path / "rounded")  # type: ignore[operator]
+    block = precision.four_bit_block or 1
+    expected = {name: p.detach() for name, p in base.named_parameters() if is_kept(name, p, block)}
+    assert len(expected) > 3
+    for got in run_ranks(life, 2, str(tmp_path), mesh, dtype):
+        assert got["codes"] == {STORED[dtype]}
         for key in ("values", "values afterwards"):
             assert got[key].keys() == expected.keys()
             for name, value in got[key].items():
                 assert torch.equal(value, expected[name]), name
         assert got["losses"][0] == got["losses"][1]
-    index = checkpoint.api.open_verified(*checkpoint.storage.split_address(tmp_path / "checkpoint"), "fast")
-    assert not [name for name in index.tensors if is_kept(name)]
+        assert max(differences(*got["steps"]).values()) <= 1e-5
+    index = api.open_verified(*storage.split_address(tmp_path / "checkpoint"), "fast")
+    assert not expected.keys() & {name.partition("/")[2] for name in index.tensors}
 
 
 @pytest.mark.full
@@ -108,10 +147,11 @@ def test_a_folder_is_read_into_fp8_trained_saved_without_it_and_resumed(tmp_path
 def test_adapters_learn_as_on_a_base_that_was_rounded_beforehand(
     family: str, world: int, mesh: dict[str, int], optimizer: str
 ) -> None:
+    policy = ParallelPolicy(precision=PRECISION["float8"])
     expected = alone(family, "lora", optimizer, 3, change=round_base)
     plain = alone(family, "lora", optimizer, 3)
     assert differences(plain, expected)["gradients"] > 1e-3, "rounding matters"
-    found = differences(expected, run_ranks(wrapped, world, family, "lora", optimizer, 3, mesh, POLICY)[0])
+    found = differences(expected, run_ranks(wrapped, world, family, "lora", optimizer, 3, mesh, policy)[0])
     assert found["gradients"] <= 1e-5
     assert found["losses"] <= 1e-5
     assert found["adapters"] <= (1e-5 if optimizer == "sgd" else 1e-3)
@@ -121,14 +161,18 @@ def refusals() -> list[str]:
     found = []
     for model, mesh in ((adapted("qwen3_moe", "dora"), {}), (tiny_hf("qwen3_moe"), {})):
         with pytest.raises(ConfigError) as caught:
-            parallelize(model, build_meshes(**mesh), POLICY)
+            parallelize(model, build_meshes(**mesh), ParallelPolicy(precision=PRECISION["float8"]))
         found.append(str(caught.value))
     return found
 
 
-def test_what_fp8_does_not_go_with_is_refused() -> None:
+def test_what_codes_do_not_go_with_is_refused() -> None:
     dora, trained = run_ranks(refusals, 1)[0]
     assert "precision.frozen_dtype: DoRA reads the rows of whole weights" in dora
     assert "precision.frozen_dtype: expected frozen projections" in trained
     with pytest.raises(ConfigError, match=r"expected precision.recipe = bf16, got fp8_blockwise"):
         PrecisionConfig(frozen_dtype="float8", recipe="fp8_blockwise", emulate=True)
+    with pytest.raises(ConfigError, match=r"precision.frozen_block: expected precision.frozen_dtype = "):
+        PrecisionConfig(frozen_dtype="float8", frozen_block=64)
+    with pytest.raises(ConfigError, match=r"precision.frozen_block: expected one of 32, 64"):
+        PrecisionConfig(frozen_dtype="nf4", frozen_block=48)

@@ -90,7 +90,7 @@ def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, tor
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ShardedTensor) and parameter.access.is_coded:
-            continue  # frozen, kept in fp8, and read from where it came again
+            continue  # frozen, kept as codes, and read from where it came again
         for path, part in inner_tensors(parameter) if is_subclass(parameter) else [("", parameter)]:
             full = f"{name}.{path}" if path else name
             _put(found, full, _global(full, part, meshes))
@@ -113,8 +113,8 @@ def _refuse_merged_adapters(model: nn.Module) -> None:
 
 
 def coded_parts(parts: Mapping[str, Any]) -> list[tuple[CodedUnit, Tree]]:
-    """Frozen weights that models keep in fp8, unit by unit: how to open them, and their tree. They are in no
-    checkpoint of such a model, but one that has them fills them."""
+    """Frozen weights that models keep as codes, unit by unit: how to open them, and their tree. They are in
+    no checkpoint of such a model, but one that has them fills them."""
     return [
         (unit, {key: {stored_name(name): tensor for name, tensor in unit.tensors.items()}})
         for key, part in parts.items()

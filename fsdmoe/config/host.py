@@ -71,7 +71,8 @@ def least_bytes(config: Config) -> int:
     precision = config.precision
     optim = config.optim
     if config.adapter.is_on and config.adapter.freeze_base:
-        return num_parameters(config.model) * (1 if precision.frozen_dtype else _BYTES[precision.param_dtype])
+        frozen = {None: _BYTES[precision.param_dtype], "float8": 1}.get(precision.frozen_dtype, 0.5)
+        return int(num_parameters(config.model) * frozen)
     moments = 0
     if optim.name == "adamw":
         kinds = (

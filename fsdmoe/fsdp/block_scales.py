@@ -67,7 +67,7 @@ class BlockScales:
     ) -> None:
         """``owned``: this rank's range of each parameter; ``transposed``: a flat buffer, as the shard is, for
         codes that are transposed."""
-        assert plans[0].scaling is not None
+        assert isinstance(plans[0].scaling, Scaling)
         self._scaling, self._owned = plans[0].scaling, owned
         grids = [_grid(plan.local_shape, self._scaling) for plan in plans]
         sizes = [torch.Size(shape).numel() for shape, _ in grids]

@@ -104,7 +104,7 @@ REDUCED_IN_16_BITS = Feature(
 )  # fmt: skip
 QUANTIZED_WEIGHTS = switch("weights sharded in codes", "precision.quantized_weights")
 FROZEN_CODES = Feature(
-    name="frozen weights kept in codes", key="precision.frozen_dtype", shown='"float8"', off='"none"',
+    name="frozen weights kept in codes", key="precision.frozen_dtype", shown="not none", off='"none"',
     is_on=lambda chosen: chosen["precision.frozen_dtype"] is not None,
 )  # fmt: skip
 

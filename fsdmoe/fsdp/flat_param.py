@@ -35,7 +35,7 @@ class FlatParam:
         A weight that autograd saved is a view of this memory, so a parameter must never move. ``.data``
         gives it a version counter of its own: a gather is not a modification in autograd's eyes."""
         own = torch.empty(0, dtype=weight.dtype, device=weight.device)
-        own.data = weight.view(self.plan.local_shape)
+        own.data = weight.view(self.plan.stored_shape)
         if scales is not None:
             assert self.plan.dtensor is None, "codes of a weight whose module computes on DTensors"
             self.unsharded = QuantizedWeight(own, self.plan.requires_grad, scales=scales)

@@ -194,7 +194,7 @@ def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:
     is_made = group.dtype != group.main_dtype(policy) and not (group.gathered and policy.fsdp.lean)
     if not (is_made or group.keeps_codes):
         return 0
-    return group.layout.slice_numel * group.dtype.itemsize * (2 if group.keeps_transposed else 1)
+    return group.bytes_of(group.layout.slice_numel) * (2 if group.keeps_transposed else 1)
 
 
 def sharding_traffic(
@@ -212,7 +212,7 @@ def sharding_traffic(
             ranks, replicas = group.layout.num_ranks, at.size(group.outer_axis)
             others = group.layout.slice_numel * (ranks - 1)
             if ranks > 1:
-                gathered += times * others * group.dtype.itemsize
+                gathered += times * group.bytes_of(others)
                 num += times
             if group.requires_grad and ranks > 1:
                 reduced += count * reductions * others * policy.sent_grad_bytes

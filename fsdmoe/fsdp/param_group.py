@@ -6,6 +6,8 @@ the gradient, and the unit's :class:`GradBuffer` the gradient's state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -20,6 +22,7 @@ from fsdmoe.fsdp.shard_layout import ShardLayout
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.units import OwnedParameter
 from fsdmoe.fsdp.weights import WeightBuffer
+from fsdmoe.precision.quantized_weight import WeightScales
 
 
 class ParamGroup:
@@ -42,13 +45,20 @@ class ParamGroup:
             param.sharded = nn.Parameter(sharded, requires_grad=plan.requires_grad)
             param.piece = param.sharded._piece  # type: ignore[attr-defined]
 
-    def bind_weights(self, full: torch.Tensor) -> None:
-        """Give every parameter its place in the gathered buffer, for life."""
+    def bind_weights(self, full: torch.Tensor, factors: torch.Tensor | None = None) -> None:
+        """Give every parameter its place in the gathered buffer, for life; ``factors``: where those of codes
+        in four bits are gathered."""
         self.weights.full = full
-        scales = self.weights.scales
-        places = zip(self.params, self.plan.layout.segments, strict=True)
-        for index, (param, segment) in enumerate(places):
-            param.bind(full[segment.start : segment.end], None if scales is None else scales.scales[index])
+        codes = self.weights.four_bit
+        scales: Sequence[WeightScales | None] = [None] * len(self.params)
+        if codes is not None:
+            codes.full = codes.factors if factors is None else factors
+            scales = codes.scales()
+        elif self.weights.scales is not None:
+            scales = self.weights.scales.scales
+        stored = self.plan.stored
+        for param, segment, own in zip(self.params, self.plan.layout.segments, scales, strict=True):
+            param.bind(full[stored(segment.start) : stored(segment.end)], own)
 
     def bind_grads(self, grads: GradBuffer, full: torch.Tensor | None) -> None:
         """Pass the gradient to its owner; ``full`` is its place in a slot, None where nothing is reduced."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -38,6 +39,7 @@ from fsdmoe.placement import (
     placement_of,
 )
 from fsdmoe.precision.formats import Scaling
+from fsdmoe.precision.four_bit import FourBit
 from fsdmoe.precision.quantized_weight import weight_coding
 
 
@@ -54,7 +56,7 @@ class ParamPlan:
     granule: int
     dtensor: DTensorView | None = None
     """What its module computes with, where that is a DTensor."""
-    scaling: Scaling | None = None
+    scaling: Scaling | FourBit | None = None
     """How it is quantised for its way to other ranks and for its products, where it is."""
     transposed: bool = False
     """Its codes are wanted transposed too, where one rank holds all of it."""
@@ -65,6 +67,12 @@ class ParamPlan:
     @property
     def numel(self) -> int:
         return math.prod(self.local_shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of what its module holds: two codes of four bits lie in a byte."""
+        *others, last = self.local_shape or (1,)
+        return (*others, last // 2) if isinstance(self.scaling, FourBit) else self.local_shape
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,21 @@ class GroupPlan:
     reads (or there are none)."""
 
     @property
-    def scaling(self) -> Scaling | None:
+    def scaling(self) -> Scaling | FourBit | None:
         return self.params[0].scaling
+
+    @property
+    def four_bit(self) -> FourBit | None:
+        """How codes lie two in a byte, where they do; all numbers of elements here count weights."""
+        return self.scaling if isinstance(self.scaling, FourBit) else None
+
+    def stored(self, numel: int) -> int:
+        """Elements of ``dtype`` that so many weights take."""
+        return numel if self.four_bit is None else numel // 2
+
+    def bytes_of(self, numel: int) -> int:
+        """What so many weights take in compute precision, with the factors of their blocks."""
+        return numel * self.dtype.itemsize if self.four_bit is None else self.four_bit.bytes_of(numel)
 
     @property
     def keeps_codes(self) -> bool:
@@ -105,6 +126,11 @@ class GroupPlan:
     def grad_dtype(self, policy: FSDPPolicy) -> torch.dtype:
         """Of main gradients."""
         return policy.grad_dtype if self.requires_grad and self.dtype.is_floating_point else self.dtype
+
+
+def factor_slot(form: FourBit, numel: int) -> int:
+    """Elements of a gathered buffer for the factors of so many weights; what follows starts aligned."""
+    return -(-form.factor_numel(numel) // DEFAULT_GRANULE) * DEFAULT_GRANULE
 
 
 def main_dtype(dtype: torch.dtype, requires_grad: bool, policy: FSDPPolicy) -> torch.dtype:
@@ -127,7 +153,9 @@ class UnitPlan:
 
     def gather_sizes(self) -> dict[torch.dtype, int]:
         """Elements per dtype that the unit needs in its gather slot."""
-        return _sizes((g.dtype, g.layout.numel) for g in self.groups if g.gathered)
+        gathered = [g for g in self.groups if g.gathered]
+        coded = [(torch.bfloat16, factor_slot(g.four_bit, g.layout.numel)) for g in gathered if g.four_bit]
+        return _sizes([*((g.dtype, g.stored(g.layout.numel)) for g in gathered), *coded])
 
     def grad_sizes(self, reduce_dtype: torch.dtype) -> dict[torch.dtype, int]:
         return _sizes((reduce_dtype, g.layout.numel) for g in self.groups if g.reduced)
@@ -187,7 +215,7 @@ def resize_plan(plan: ModelPlan, at: Coordinates, policy: FSDPPolicy) -> ModelPl
 
 def _resize_parameter(param: ParamPlan, at: Coordinates, policy: FSDPPolicy) -> ParamPlan:
     shape = param.placement.local_shape(at)
-    return replace(param, local_shape=shape, granule=_granule(param.name, shape, policy))
+    return replace(param, local_shape=shape, granule=_granule(param.name, shape, policy, param.scaling))
 
 
 def _with_slots(units: tuple[UnitPlan, ...], policy: FSDPPolicy) -> ModelPlan:
@@ -220,7 +248,7 @@ def plan_groups(
     parameters: Sequence[ParamPlan], at: Coordinates, policy: FSDPPolicy
 ) -> tuple[GroupPlan, ...]:
     """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole ranges."""
-    groups: dict[tuple[Axis, Axis, torch.dtype, Scaling | None, bool, bool], list[ParamPlan]] = {}
+    groups: dict[tuple[Any, ...], list[ParamPlan]] = {}
     for plan in parameters:
         key = (*shard_axes(plan, at), plan.dtype, plan.scaling, plan.transposed, plan.requires_grad)
         groups.setdefault(key, []).append(plan)
@@ -229,7 +257,7 @@ def plan_groups(
         plans.sort(key=lambda p: len(p.placement.global_shape) < 2)
         by_name = {plan.name: plan for plan in plans}
         layout = plan_layout(
-            [Item(p.name, p.numel, p.granule) for p in plans], at.size(axis), align_elements(dtype.itemsize)
+            [Item(p.name, p.numel, p.granule) for p in plans], at.size(axis), _alignment(plans[0])
         )
         travels = at.size(axis) > 1 or policy.fsdp.cpu_offload
         is_cast = policy.fsdp.lean and dtype != main_dtype(dtype, requires_grad, policy)
@@ -243,6 +271,13 @@ def plan_groups(
             )
         )  # fmt: skip
     return tuple(planned)
+
+
+def _alignment(plan: ParamPlan) -> int:
+    """128 bytes in elements, and whole blocks of codes in four bits, which no slice cuts."""
+    if isinstance(plan.scaling, FourBit):
+        return math.lcm(2 * align_elements(1), plan.scaling.block)
+    return align_elements(plan.dtype.itemsize)
 
 
 def shard_axes(plan: ParamPlan, at: Coordinates) -> tuple[Axis, Axis]:
@@ -306,18 +341,21 @@ def _plan_parameter(
     placement, parameter = _placement(owned, at), owned.parameter
     shape = placement.local_shape(at)
     coding = weight_coding(owned.places) if policy.has_codes else None
-    if coding is not None:
-        assert coding.scaling.element.dtype is not None
-        dtype = coding.scaling.element.dtype
+    scaling = None if coding is None else coding.scaling
+    if isinstance(scaling, FourBit):
+        dtype = torch.uint8
+    elif scaling is not None:
+        assert scaling.element.dtype is not None
+        dtype = scaling.element.dtype
     elif owned.keeps_dtype or not parameter.dtype.is_floating_point:
         dtype = parameter.dtype
     else:
         dtype = policy.dtype_of(owned.name, parameter) if policy.dtype_of else policy.param_dtype
     return ParamPlan(
         owned.name, placement, shape, dtype, parameter.requires_grad,
-        granule=_granule(owned.name, shape, policy),
+        granule=_granule(owned.name, shape, policy, scaling),
         dtensor=DTensorView.of(parameter) if computes_on_dtensor(parameter) else None,
-        scaling=coding and coding.scaling, transposed=coding is not None and coding.transposed,
+        scaling=scaling, transposed=coding is not None and coding.transposed,
         grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
     )  # fmt: skip
 
@@ -336,7 +374,12 @@ def _placement(owned: OwnedParameter, at: SplitMeshes) -> Placement:
     return placement
 
 
-def _granule(name: str, shape: tuple[int, ...], policy: FSDPPolicy) -> int:
+def _granule(name: str, shape: tuple[int, ...], policy: FSDPPolicy, scaling: Scaling | FourBit | None) -> int:
+    plain = _plain_granule(name, shape, policy)
+    return math.lcm(plain, scaling.block) if isinstance(scaling, FourBit) else plain
+
+
+def _plain_granule(name: str, shape: tuple[int, ...], policy: FSDPPolicy) -> int:
     if policy.granule_of is not None:
         return policy.granule_of(name, shape)
     config = policy.fsdp

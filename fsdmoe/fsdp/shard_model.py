@@ -33,7 +33,7 @@ from fsdmoe.fsdp.engine import ENGINE, Engine
 from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
 from fsdmoe.fsdp.param_group import ParamGroup
-from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
+from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, factor_slot, plan_model
 from fsdmoe.fsdp.subclass import FlatSubclass, take_apart
 from fsdmoe.fsdp.torch_tools import teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
@@ -167,10 +167,13 @@ def _build_groups(
     for group_plan in plan.groups:
         group = ParamGroup(group_plan, owned, context)
         numel, full = group_plan.layout.numel, group.weights.shard
+        factors: torch.Tensor | None = None
         if group_plan.gathered:
-            full = take(slot, group_plan.dtype, numel)
+            full = take(slot, group_plan.dtype, group_plan.stored(numel))
+            if (form := group_plan.four_bit) is not None:
+                factors = take(slot, torch.bfloat16, factor_slot(form, numel))[: form.factor_numel(numel)]
         assert full is not None
-        group.bind_weights(full)
+        group.bind_weights(full, factors)
         if group_plan.requires_grad:
             is_reduced = group_plan.reduced
             group.bind_grads(

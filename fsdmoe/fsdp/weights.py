@@ -10,7 +10,8 @@ Weights that are sent quantised have fp8 codes for ``shard`` and ``full``, and s
 (:mod:`fsdmoe.fsdp.block_scales`). Where one rank holds them whole, ``transposed`` has each
 weight's codes transposed, if that was asked for: the two together take what a bf16 ``shard`` would.
 
-Frozen weights that are kept so (``precision.frozen_dtype``) have codes alone. Their ``main`` has memory only
+Frozen weights that are kept so (``precision.frozen_dtype``) have codes alone, in eight bits or in four
+(:mod:`fsdmoe.fsdp.four_bit_codes`). Their ``main`` has memory only
 while it is open: from :meth:`WeightBuffer.open` to :meth:`WeightBuffer.close`, which makes the codes of it.
 
 Over a single rank nothing is sent: ``full`` is ``shard``. In pure fp32 ``shard`` is ``main``. With
@@ -30,6 +31,7 @@ from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
+from fsdmoe.fsdp.four_bit_codes import FourBitCodes
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.kernels.backend import triton_for
@@ -41,7 +43,7 @@ class _CodesGuard(ReadGuard):
 
 
 _CODED = (
-    "it is kept in fp8 (precision.frozen_dtype), and has values only while its module computes or a "
+    "it is kept in codes (precision.frozen_dtype), and has values only while its module computes or a "
     "checkpoint is loaded; leave precision.frozen_dtype out to read or change it"
 )
 
@@ -62,7 +64,7 @@ class WeightBuffer:
         self.shard: torch.Tensor | None
         if plan.keeps_codes:  # main is not of the pool, which would keep its memory
             self.main = torch.zeros(numel, dtype=policy.param_dtype, device=context.shard_device)
-            self.shard = zeros(numel, plan.dtype)
+            self.shard = zeros(plan.stored(numel), plan.dtype)
         elif main_dtype == plan.dtype:
             self.main = self.shard = zeros(numel, main_dtype)
         else:
@@ -71,11 +73,16 @@ class WeightBuffer:
             self.shard = None if is_lean else zeros(numel, plan.dtype)
         self.scales: BlockScales | None = None
         """Of weights that are sent quantised."""
+        self.four_bit: FourBitCodes | None = None
+        """Of frozen weights in four bits, which have no ``scales``."""
         self.transposed: torch.Tensor | None = zeros(numel, plan.dtype) if plan.keeps_transposed else None
         """Their codes, each weight's transposed, where one rank holds them whole."""
         self.codes: list[WeightCodes] | None = None
         """Of each parameter, where kernels make them of whole weights."""
-        if plan.scaling is not None:
+        if plan.four_bit is not None:
+            factors = zeros(plan.four_bit.factor_numel(numel), torch.bfloat16)
+            self.four_bit = FourBitCodes(plan, factors)
+        elif plan.scaling is not None:
             assert self.shard is not None
             self._owned = plan.layout.owned(self._rank)
             self.scales = BlockScales(plan.params, self._owned, self.main.device, self.transposed)
@@ -87,7 +94,7 @@ class WeightBuffer:
     @property
     def cast(self) -> torch.Tensor | None:
         """The copy in compute precision, where there is one apart from ``main`` and casting makes it."""
-        return None if self.shard is self.main or self.scales is not None else self.shard
+        return None if self.shard is self.main or self._plan.scaling is not None else self.shard
 
     def derived(self) -> list[torch.Tensor]:
         """What :meth:`refresh` computes from the main weights."""
@@ -139,12 +146,13 @@ class WeightBuffer:
 
     def open(self) -> None:
         """Have the values of weights that are kept as codes, to be written."""
-        assert self.scales is not None
+        codes = self.four_bit or self.scales
+        assert codes is not None
         assert self.shard is not None
         storage = self.main.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.main.numel() * self.main.element_size())
-        self.scales.decode(self.shard, self.main)
+        codes.decode(self.shard, self.main)
         self.guard.problem = None
 
     def close(self, *, encode: bool = True) -> None:
@@ -159,8 +167,11 @@ class WeightBuffer:
             storage.resize_(0)
 
     def _encode(self) -> None:
-        assert self.scales is not None
         assert self.shard is not None
+        if self.four_bit is not None:
+            self.four_bit.encode(self.main, self.shard)
+            return
+        assert self.scales is not None
         fused = triton_for(self.main)
         if self.codes is not None and fused is not None:
             for held, codes in zip(self._owned, self.codes, strict=True):
@@ -179,20 +190,25 @@ class WeightBuffer:
         """From the shard to ``full``: straight, or by way of this rank's slice of it."""
         if not self._plan.gathered:
             return []
-        source = self.main if self.shard is None else self.shard
-        own: torch.Tensor = source
         # On the stream that gathers, which runs ahead of the caller's: its own wait comes with its turn.
         stages: list[Stage] = [local(self._follow_update)]
-        if source.device != self.full.device or source.dtype != self.full.dtype:
+        stages += self._sent(self.main if self.shard is None else self.shard, self.full)
+        if self.four_bit is not None:
+            stages += self._sent(self.four_bit.factors, self.four_bit.full)
+        return stages
+
+    def _sent(self, source: torch.Tensor, full: torch.Tensor) -> list[Stage]:
+        stages: list[Stage] = []
+        own: torch.Tensor = source
+        if source.device != full.device or source.dtype != full.dtype:
             numel = source.numel()
-            own = self.full[self._rank * numel : (self._rank + 1) * numel]
+            own = full[self._rank * numel : (self._rank + 1) * numel]
             stages.append(local(partial(own.copy_, source, non_blocking=True)))
         if self._shard_group is not None:
-            full = self.full
             if full.dtype.itemsize == 1:  # float8, which gloo does not know
                 full = full.view(torch.uint8)
                 own = own.view(torch.uint8)
             stages.append(partial(all_gather, full, own, self._shard_group))
         elif own is source:
-            stages.append(local(partial(self.full.copy_, source, non_blocking=True)))
+            stages.append(local(partial(full.copy_, source, non_blocking=True)))
         return stages

@@ -220,7 +220,8 @@ def refuse_unfit(model: nn.Module) -> None:
 def _refuse_other_precision(wanted: str, engine: Engine) -> None:
     numels: dict[torch.dtype, int] = {}
     for group in engine.groups:
-        numels[group.plan.dtype] = numels.get(group.plan.dtype, 0) + group.plan.layout.numel
+        if not group.plan.keeps_codes:  # which are decoded to what the others are
+            numels[group.plan.dtype] = numels.get(group.plan.dtype, 0) + group.plan.layout.numel
     computes_in = max(numels, key=lambda dtype: numels[dtype])
     if wanted == "no" or (wanted == "bf16" and computes_in == torch.bfloat16):
         return

@@ -78,7 +78,7 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def require_weights(config: ModelConfig, precision: PrecisionConfig, *, resumes: bool) -> str | None:
     """``model.hf``, once it is sure that there are weights in it; None where they are to be new ones, or
-    those of the checkpoint that a run ``resumes``, which has all but frozen weights that are kept in fp8.
+    those of the checkpoint that a run ``resumes``, which has all but frozen weights that are kept as codes.
     Collective; before a model is built."""
     needs_none = config.random_weights or (resumes and precision.frozen_dtype is None)
     folder = None if needs_none else config.hf

@@ -212,7 +212,7 @@ def _apply(layer: Any, adapter: str, sign: float) -> None:
     weight: Any = getattr(base, getattr(layer, "parameter_name", "weight"))
     if isinstance(weight, ShardedTensor) and weight.access.is_coded:
         raise ConfigError(
-            "merge: expected weights in precision.param_dtype, got frozen ones that are kept in fp8 "
+            "merge: expected weights in precision.param_dtype, got frozen ones that are kept in codes "
             "(precision.frozen_dtype), which would round the update; write the adapter (save_pretrained, "
             "to-adapter) and merge it into the weights of the folder (merge-adapter), or parallelize without "
             "frozen_dtype"

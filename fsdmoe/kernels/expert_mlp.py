@@ -15,6 +15,7 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 ``experts_mlp_quantized``  products quantised by any recipe, emulated (``expert_emulated.py``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
+``DecodedProducts``        either of these two, over values of frozen weights that are kept as codes
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
 
@@ -37,9 +38,10 @@ from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
+from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
-from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
+from fsdmoe.kernels.expert_mlp_grouped import GroupedProducts, experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import (
     DEFAULT_POLICY,
     NO_UPDATES,
@@ -48,8 +50,9 @@ from fsdmoe.kernels.expert_operands import (
     LowRankUpdates,
     Rows,
 )
+from fsdmoe.kernels.frozen_weights import DecodedProducts, frozen_values
 from fsdmoe.kernels.quantized_linear import refuse_other_codes
-from fsdmoe.precision.quantized_weight import decoded, scales_of
+from fsdmoe.precision.quantized_weight import WeightScales, scales_of
 
 
 class ExpertFunction(Protocol):
@@ -76,6 +79,8 @@ def expert_function(policy: ExpertPolicy) -> ExpertFunction:
         function = experts_mlp_reference
     elif policy.recipe is not None:
         function = _experts_mlp_recipe
+    elif policy.coded:
+        return _experts_mlp_coded
     if policy.recompute and function is not _experts_mlp_fused:
         return functools.partial(_made_again, function)
     return function
@@ -105,8 +110,7 @@ def _experts_mlp_fused(
     # Where there are biases they are gpt-oss's: the kernels' other activation.
     is_known = (gate_up_bias is None and down_bias is None) or policy.activation == "gpt_oss"
     has_updates = updates.gate_up_a is not None or updates.down_a is not None
-    fuses = is_known and not (policy.weight_after or policy.coded)
-    fused = triton_for(rows.x_RD) if fuses else None
+    fused = triton_for(rows.x_RD) if is_known and not policy.weight_after else None
     if (
         fused is not None
         and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation)
@@ -122,6 +126,55 @@ def _experts_mlp_fused(
             )  # fmt: skip
         return y_RD if down_bias is None else add_weighted_bias(y_RD, rows, down_bias)
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
+
+
+def _experts_mlp_coded(
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None, updates: LowRankUpdates
+) -> Tensor:
+    """``_experts_mlp_fused`` over weights that are kept as codes: the same products, of decoded values."""
+    scales = scales_of(weights.gate_up_E2ND), scales_of(weights.down_EDN)
+    products, adds_bias = _products_of_values(rows, weights, scales, policy, max_rows, updates)
+    down_bias = None if adds_bias else weights.down_bias
+    rows = Rows(*(each.contiguous() for each in rows))
+    y_RD = compute_experts(
+        DecodedProducts(products, *scales), rows, weights._replace(down_bias=down_bias), updates
+    )
+    if not adds_bias:
+        return y_RD
+    assert weights.down_bias is not None
+    return add_weighted_bias(y_RD, rows, weights.down_bias)
+
+
+def _products_of_values(
+    rows: Rows,
+    weights: ExpertWeights,
+    scales: tuple[WeightScales | None, WeightScales | None],
+    policy: ExpertPolicy,
+    max_rows: int | None,
+    updates: LowRankUpdates,
+) -> tuple[ExpertProducts, bool]:
+    """What computes with decoded weights, and whether the second bias is to be added to it."""
+    # One expert stands for all in the questions below: decoded weights are contiguous.
+    shapes = [
+        tuple(codes.shape) if own is None else own.shape_of(codes)
+        for codes, own in zip((weights.gate_up_E2ND, weights.down_EDN), scales, strict=True)
+    ]
+    values = [rows.x_RD.new_empty((1, *shape[1:])) for shape in shapes]
+    is_known = (weights.gate_up_bias is None and weights.down_bias is None) or policy.activation == "gpt_oss"
+    has_updates = updates.gate_up_a is not None or updates.down_a is not None
+    fused = triton_for(rows.x_RD) if is_known and not policy.weight_after else None
+    if (
+        fused is not None
+        and fused.supports(rows.x_RD, *values, policy.activation)
+        and (not has_updates or fused.supports_updates(updates))
+    ):
+        kind = fused.LowRankProducts if has_updates else fused.FusedProducts
+        products = kind(
+            max_rows=max_rows, recompute=policy.recompute, clamped=policy.activation == "gpt_oss",
+            spare_sms=policy.spare_sms, wgrad_spare_sms=policy.spare_sms,
+        )  # fmt: skip
+        return products, weights.down_bias is not None
+    return GroupedProducts(policy.activation, policy.weight_after, policy.recompute, max_rows), False
 
 
 def add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:
@@ -171,8 +224,8 @@ def experts_mlp_reference(
     """The definition: one expert after the other, autograd's own backward."""
     gate_up_E2ND, down_EDN, *_ = weights
     if policy.coded:
-        gate_up_E2ND = decoded(gate_up_E2ND, scales_of(gate_up_E2ND), rows.x_RD.dtype)
-        down_EDN = decoded(down_EDN, scales_of(down_EDN), rows.x_RD.dtype)
+        gate_up_E2ND = frozen_values(gate_up_E2ND, scales_of(gate_up_E2ND), rows.x_RD.dtype)
+        down_EDN = frozen_values(down_EDN, scales_of(down_EDN), rows.x_RD.dtype)
     gate_up_E2ND = _updated(gate_up_E2ND, updates.gate_up_a, updates.gate_up_b)
     down_EDN = _updated(down_EDN, updates.down_a, updates.down_b)
 

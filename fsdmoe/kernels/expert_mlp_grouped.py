@@ -3,7 +3,7 @@
 Backward keeps the input and the pre-activation, ``2·R·D + 4·M·N`` bytes in bf16 for M assignments (the input
 alone under ``ExpertPolicy.recompute``), and next to them only what is small: routing weights and indices. The
 experts' output is not needed: a routing weight's gradient is ``(dy W2) · h`` (plus ``dy · b2``), whether the
-weight multiplies before W2 or after it. Weights may be frozen codes: values are made for each product.
+weight multiplies before W2 or after it.
 
 Sizes: R rows, K assignments a row, M slots (see ``permute``), E experts here, D hidden, N expert width.
 """
@@ -35,7 +35,6 @@ from fsdmoe.kernels.permute import (
     take_assignments,
     take_rows,
 )
-from fsdmoe.precision.quantized_weight import WeightScales, decoded, scales_of
 
 
 def experts_mlp_grouped(
@@ -46,8 +45,7 @@ def experts_mlp_grouped(
     updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """``experts_mlp`` in plain torch."""
-    codes = (scales_of(weights.gate_up_E2ND), scales_of(weights.down_EDN)) if policy.coded else (None, None)
-    products = GroupedProducts(policy.activation, policy.weight_after, policy.recompute, max_rows, *codes)
+    products = GroupedProducts(policy.activation, policy.weight_after, policy.recompute, max_rows)
     late = policy.late if updates.gate_up_a is None and updates.down_a is None else None
     return compute_experts(products, rows, weights, updates, late)
 
@@ -71,19 +69,13 @@ class GroupedProducts(NamedTuple):
     weight_after: bool
     recompute: bool
     max_rows: int | None
-    gate_up_scales: WeightScales | None
-    """Of a weight that is frozen and kept as codes."""
-    down_scales: WeightScales | None
 
     def gate_up(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[list[Any], Kept]:
         dtype = given.x_RD.dtype
         num_experts = given.gate_up_E2ND.shape[0]
         permutation = group_assignments(ids_RK, num_experts, max_assignments=self.max_rows)
-        gate_up = _projection(
-            given.gate_up_E2ND, given.gate_up_a, given.gate_up_b, self.gate_up_scales, dtype
-        )
+        gate_up = _projection(given.gate_up_E2ND, given.gate_up_a, given.gate_up_b)
         z_M2N = _pre_activation(given, gate_up, permutation)
-        del gate_up
         weights_M1 = take_assignments(given.weights_RK, permutation).unsqueeze(-1)
         h_MN = activate(_wide(z_M2N), self.activation)
         if not self.weight_after:
@@ -94,9 +86,9 @@ class GroupedProducts(NamedTuple):
     def down(self, given: Given, activated: list[Any]) -> Tensor:
         h_MN, weights_M1, permutation = activated
         activated.clear()
-        down = _projection(given.down_EDN, given.down_a, given.down_b, self.down_scales, h_MN.dtype)
+        down = _projection(given.down_EDN, given.down_a, given.down_b)
         y_MD = down.forward(h_MN, permutation.ends_G)
-        del h_MN, down
+        del h_MN
         if given.down_bias is not None:
             bias_MD = given.down_bias.index_select(0, permutation.groups_M())
             y_MD += bias_MD if self.weight_after else bias_MD * weights_M1
@@ -111,12 +103,9 @@ class GroupedProducts(NamedTuple):
         ends_E = permutation.ends_G
         weights_M1 = take_assignments(given.weights_RK, permutation).unsqueeze(-1)
         dy_MD = take_rows(dy_RD, permutation)
-        down = _projection(given.down_EDN, given.down_a, given.down_b, self.down_scales, dtype)
+        down = _projection(given.down_EDN, given.down_a, given.down_b)
         dh_MN = _wide(down.dgrad(dy_MD, ends_E))  # unweighted, under either policy
-        del down
-        gate_up = _projection(
-            given.gate_up_E2ND, given.gate_up_a, given.gate_up_b, self.gate_up_scales, dtype
-        )
+        gate_up = _projection(given.gate_up_E2ND, given.gate_up_a, given.gate_up_b)
         if z_M2N is None:
             z_M2N = _pre_activation(given, gate_up, permutation)
         z_wide = _wide(z_M2N)
@@ -139,7 +128,6 @@ class GroupedProducts(NamedTuple):
             else:
                 h_MN *= weights_M1
             h_MN = h_MN.to(dy_MD.dtype)
-        down = _projection(given.down_EDN, given.down_a, given.down_b, None, dtype)  # needs no values
         operands = SlotOperands([dy_MD, h_MN], dz_M2N, given.x_RD, (gate_up, down), permutation)
         return operands, (dz_M2N, gate_up, permutation)
 
@@ -166,11 +154,7 @@ class GroupedProducts(NamedTuple):
             grads.x_RD.put(sum_rows(gate_up.dgrad(dz_M2N, permutation.ends_G), permutation))
 
 
-def _projection(
-    weight: Tensor, a: Tensor | None, b: Tensor | None, scales: WeightScales | None, dtype: torch.dtype
-) -> Projection:
-    if scales is not None:
-        weight = decoded(weight, scales, dtype)
+def _projection(weight: Tensor, a: Tensor | None, b: Tensor | None) -> Projection:
     return Projection(weight) if a is None or b is None else LowRank(weight, a, b)
 
 

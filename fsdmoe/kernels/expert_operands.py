@@ -79,8 +79,7 @@ class ExpertPolicy(NamedTuple):
     recompute: bool = False
     """Backward computes the first product again; the pre-activation is not kept."""
     coded: bool = False
-    """Weights are frozen and kept as fp8 codes (``precision.frozen_dtype``): values are made for each
-    product."""
+    """Weights are frozen and kept as codes (``precision.frozen_dtype``): values are made for each call."""
     spare_sms: int = 0
     """Multiprocessors that products leave to concurrent transfers."""
     late: LateGrads | None = None

@@ -251,8 +251,21 @@ def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -
             # wait until inputs' are on their way back, those too.
             widths = width * (2 if view.ep * view.etp > 1 else 1)
             rows = placed * (widths + 3 * (model.moe_intermediate_size // view.etp))
-        most = max(most, rows * size + remade)
+        most = max(most, rows * size + remade + _decoded_bytes(job, setting, kind, view))
     return most
+
+
+def _decoded_bytes(job: Job, setting: Setting, kind: LayerKind, view: LayerView) -> int:
+    """Of a layer's frozen weights that are kept as codes: the values of all experts, or of one projection."""
+    model = job.model
+    if setting.precision.frozen_dtype is None:
+        return 0
+    if kind == "dense":
+        numel = model.hidden_size * model.intermediate_size
+    else:
+        width = model.moe_latent_size or model.hidden_size
+        numel = 3 * width * model.moe_intermediate_size * model.num_experts // view.ep
+    return numel * setting.param_bytes
 
 
 def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:

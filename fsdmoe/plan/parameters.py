@@ -16,7 +16,7 @@ from torch import nn
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
-from fsdmoe.frozen_layers import keep_frozen_in_fp8
+from fsdmoe.frozen_layers import keep_frozen_in_codes
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
 from fsdmoe.fsdp.plan import ModelPlan, ParamPlan, UnitPlan, plan_model, resize_plan
@@ -67,14 +67,14 @@ def split_model(source: ModelSource, at: SplitMeshes) -> nn.Module:
     """The model with the parameters of one rank, on the meta device."""
     if source.model.hf is not None:
         model = build_folder_model(source.model.hf, source.adapter)
-        keep_frozen_in_fp8(model, source.precision, at, split_wrapped(model, at))
+        keep_frozen_in_codes(model, source.precision, at, split_wrapped(model, at))
     else:
         model = build_model(source.model, source.experts)
         split_tensors(model, at)
         for module in model.modules():
             if isinstance(module, MoE):
                 split_experts(module.experts, at)
-        keep_frozen_in_fp8(model, source.precision, at)
+        keep_frozen_in_codes(model, source.precision, at)
     apply_recipe(model, source.precision)
     return model
 

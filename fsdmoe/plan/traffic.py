@@ -71,7 +71,7 @@ def _seconds(groups: tuple[GroupPlan, ...], plan: EnginePlan, gpu: Gpu) -> Shard
     for group in groups:
         size, others = group.layout.num_ranks, group.layout.numel - group.layout.slice_numel
         rate = collective_rate(gpu, size, plan.stride(group.axis))
-        gather += others * group.dtype.itemsize / rate
+        gather += group.bytes_of(others) / rate
         reduce += others * group.requires_grad * plan.policy.sent_grad_bytes / rate
     return ShardingSeconds(gather, reduce)
 

@@ -19,6 +19,8 @@ Part = Literal["experts", "attention", "dense", "shared"]
 """Of a decoder layer: routed experts, projections of attention, MLPs without experts, shared experts."""
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 MainDtype = Literal["float32", "bfloat16"]
+FrozenDtype = Literal["float8", "nf4", "int4"]
+FOUR_BIT_BLOCKS = {"nf4": 64, "int4": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,15 @@ class PrecisionConfig:
     """With fp8_blockwise or fp8_tensorwise: weights of covered layers are quantised once per optimizer step,
     sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16. Main weights stay
     what they are."""
-    frozen_dtype: Literal["float8"] | None = None
-    """What frozen matrices of decoder layers are kept and sent in: float8 is E4M3 with a scale for each block
-    of 128 x 128, half of the memory of bfloat16, decoded where they are used; none is param_dtype. For
-    adapters (docs/adapters.md)."""
+    frozen_dtype: FrozenDtype | None = None
+    """What frozen matrices of decoder layers are kept and sent in, and decoded from where they are used.
+    float8: E4M3 with a scale for each block of 128 x 128, half of the memory of bfloat16. nf4: torchao's
+    NF4, 16 quantiles of a normal distribution with a scale for each 64 elements, 0.53 bytes an element.
+    int4: torchao's int4, scale and zero for each 128 elements, 0.53 bytes. none is param_dtype. For adapters
+    (docs/adapters.md)."""
+    frozen_block: int | None = None
+    """With frozen_dtype = "nf4" or "int4": how many elements share a scale, a power of two; none is 64 for
+    nf4 and 128 for int4. Rows that are no multiple of it stay in param_dtype."""
     emulate: bool = False
     """Round the operands of a recipe and multiply them in float32 or, on Hopper, in bfloat16, where nothing
     is lost by it: for studying its numerics where the device has no kernels for it. What is rounded is exact,
@@ -82,7 +89,9 @@ class PrecisionConfig:
             "main_dtype": get_args(MainDtype), "grad_dtype": (*get_args(MainDtype), None),
             "main_rounding": ("nearest", "stochastic"),
             "output_dtype": (*get_args(ComputeDtype), None),
-            "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None), "frozen_dtype": ("float8", None),
+            "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None),
+            "frozen_dtype": (*get_args(FrozenDtype), None),
+            "frozen_block": (32, 64, 128, 256, 512, None),
         }  # fmt: skip
         problems = one_of("precision", vars(self), allowed)
         problems += at_least(
@@ -94,6 +103,11 @@ class PrecisionConfig:
             problems.append(
                 "precision.main_rounding: stochastic is for precision.main_dtype = bfloat16, got "
                 f"{self.main_dtype}; set main_dtype, or drop the line"
+            )
+        if self.frozen_block is not None and self.frozen_dtype not in FOUR_BIT_BLOCKS:
+            problems.append(
+                'precision.frozen_block: expected precision.frozen_dtype = "nf4" or "int4", got '
+                f"{self.frozen_dtype or 'none'}; set that, or drop the line"
             )
         refuse(problems or self._recipe_problems())
 
@@ -137,6 +151,11 @@ class PrecisionConfig:
                 "to false"
             )
         return problems
+
+    @property
+    def four_bit_block(self) -> int:
+        """Elements that share a scale of frozen weights in four bits; 0 where there are none."""
+        return self.frozen_block or FOUR_BIT_BLOCKS.get(self.frozen_dtype or "", 0)
 
     def build_recipe(self) -> Recipe | None:
         """How covered products are quantised; None where none are."""

@@ -8,7 +8,8 @@
 
 A scale belongs to a *tile* of 128 x 128 elements, which whoever has the tile can find, or to a whole matrix,
 which all of it must be looked at for. Codes lie as the weight does, and transposed too where backward wants
-them so. :class:`WeightCodes` and :class:`WeightRange` say where kernels write those that a rank holds.
+them so. :class:`WeightCodes` and :class:`WeightRange` say where kernels write those that a rank holds. Frozen
+weights may have codes of four bits, two in a byte (:mod:`fsdmoe.precision.four_bit`).
 
 Autograd and recompute pass codes on as plain tensors, so a function that needs the scales later keeps them
 next to what it saves.
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from fsdmoe.precision import four_bit
 from fsdmoe.precision.formats import Scaling
+from fsdmoe.precision.four_bit import FourBit
 
 TILE = 128
 
@@ -31,7 +34,7 @@ TILE = 128
 class WeightCoding(NamedTuple):
     """How a weight is quantised where it is sharded."""
 
-    scaling: Scaling
+    scaling: Scaling | FourBit
     transposed: bool = False
     """A rank that holds all of it keeps its codes transposed too, as backward reads them."""
 
@@ -51,10 +54,19 @@ class WeightScales(NamedTuple):
     """The scales of a quantised weight: of blocks of its last two dims."""
 
     scales: Tensor
-    """``[..., row blocks, column blocks]``."""
+    """``[..., row blocks, column blocks]``; of codes in four bits ``[..., rows, column blocks, factors]``."""
     block: tuple[int, int]
     transposed: Tensor | None = None
     """The codes with their last two dims exchanged, where they are kept so too."""
+    four_bit: FourBit | None = None
+    """Of codes in four bits: two lie in a byte, so the last dim is half as long as the weight's."""
+    table: Tensor | None = None
+    """Of those: the numbers that codes stand for, on their device."""
+
+    def shape_of(self, codes: Tensor) -> tuple[int, ...]:
+        """Of the weight."""
+        *others, last = codes.shape
+        return (*others, last if self.four_bit is None else 2 * last)
 
 
 class QuantizedWeight(nn.Parameter):
@@ -92,6 +104,10 @@ def decoded(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> 
     """What codes stand for: exact in float32, rounded once to ``dtype``. Without scales the weight itself."""
     if scales is None:
         return weight
+    if scales.four_bit is not None:
+        values = weight.new_empty(scales.shape_of(weight), dtype=dtype)
+        four_bit.decode(weight.view(-1), scales.scales.view(-1), scales.four_bit, values.view(-1))
+        return values
     rows, columns = weight.shape[-2:]
     height, width = scales.block
     values = weight.to(dtype)  # exact: E4M3 has four significant bits

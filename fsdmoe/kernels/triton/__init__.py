@@ -9,9 +9,10 @@ from fsdmoe.kernels.triton.adamw_codes_kernel import adamw_codes_
 from fsdmoe.kernels.triton.adamw_kernel import adamw_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
+from fsdmoe.kernels.triton.four_bit_kernels import decode_four_bit
 from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
-from fsdmoe.kernels.triton.low_rank_mlp import experts_mlp_low_rank, supports_updates
+from fsdmoe.kernels.triton.low_rank_mlp import LowRankProducts, experts_mlp_low_rank, supports_updates
 from fsdmoe.kernels.triton.norm_rope_kernels import norm_rope_triton, supports_norm_rope
 from fsdmoe.kernels.triton.packed_rows_kernels import (
     pack_rows_triton,
@@ -37,4 +38,4 @@ from fsdmoe.kernels.triton.router_topk import router_topk_triton, supports_route
 from fsdmoe.kernels.triton.row_map import build_group_map
 from fsdmoe.kernels.triton.scale import scale_
 from fsdmoe.kernels.triton.send_order_kernel import order_rows_triton
-from fsdmoe.kernels.triton.swiglu_mlp import experts_mlp_triton, supports
+from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts, experts_mlp_triton, supports
