@@ -6,11 +6,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, get_args
 
-from fsdmoe.checkpoint.adapter_experts import take_experts_apart
+from fsdmoe.checkpoint.adapter_experts import for_servers
 from fsdmoe.checkpoint.adapter_names import (
     BASE,
-    EMBEDDING_FACTORS,
-    FACTORS,
     SHELL,
     adapted_module,
     exported_name,
@@ -86,8 +84,7 @@ def adapter_content(reader: RegionReader, adapter: str, layout: Layout) -> tuple
         )
     config = config | {"inference_mode": True}
     if layout == "per_expert":
-        boxes = take_experts_apart(boxes, config, index.about.get("hf_config") or {})
-        config |= {"target_modules": _modules(boxes), "target_parameters": None}
+        return for_servers(boxes, config, index.about.get("hf_config") or {})
     return boxes, config
 
 
@@ -108,10 +105,3 @@ def _biases(index: Index, trained: str) -> dict[str, str]:
         elif trained == "all":
             biases[name] = SHELL + name
     return biases
-
-
-def _modules(boxes: Boxes) -> list[str]:
-    """The last names of all modules with factors: what peft and servers match by."""
-    paths = [box.name.split(".") for box in boxes]
-    factors = (*FACTORS, *EMBEDDING_FACTORS)
-    return sorted({path[path.index(name) - 1] for path in paths for name in factors if name in path})

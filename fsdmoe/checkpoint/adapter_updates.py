@@ -161,14 +161,14 @@ def find_factors(
         name, is_transposed = kinds[0]
         num_experts = shapes[name][0] if len(shapes[name]) == 3 else 1
         rank = pair.first.shape[0] // num_experts
-        expected, alpha = _rank_and_alpha(config, pair.module, name, parameters.get(name, name), num_experts)
+        expected, alpha = rank_and_alpha(config, pair.module, name, parameters.get(name, name), num_experts)
         if rank != expected:
             problems.append(f"{pair.module}: expected rank {expected} as its configuration says, got {rank}")
         if config.get("use_dora") and (pair.magnitude is None or num_experts > 1):
             problems.append(f"{pair.module}: DoRA without its {MAGNITUDE}")
         factors[name] = Factors(
             pair.first, pair.second, pair.magnitude, lambda box: found[box](),
-            scaling=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+            scaling=scaling_of(config, rank, alpha),
             num_experts=num_experts, is_transposed=is_transposed,
         )  # fmt: skip
     return factors, {box: found[box] for box in rest.values()}, problems
@@ -220,7 +220,12 @@ def _fits(weight: Shape, first: Shape, second: Shape, is_transposed: bool) -> bo
     return ends == weight[-2:]
 
 
-def _rank_and_alpha(
+def scaling_of(config: Tree, rank: int, alpha: float) -> float:
+    """What an update counts."""
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def rank_and_alpha(
     config: Tree, module: str, weight: str, parameter: str, num_experts: int
 ) -> tuple[int, float]:
     """As peft finds them: by the first pattern that matches the module, or the parameter if it has one."""

@@ -13,14 +13,9 @@ from safetensors.torch import load_file
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError
 from fsdmoe.checkpoint.__main__ import main
-from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
-from fsdmoe.testing import requires_peft, run_ranks
+from fsdmoe.testing import requires_peft
 from tests.support.lora_case import adapted
-
-
-def save(family: str, folder: str, settings: dict[str, Any]) -> None:
-    checkpoint.save(folder, parallelize(adapted(family, **settings), build_meshes(ep=2)))
+from tests.support.server_adapters import SERVED, sglang_updates, vllm_updates
 
 
 def products(tensors: dict[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
@@ -33,37 +28,109 @@ def products(tensors: dict[str, torch.Tensor], scaling: float) -> dict[str, torc
     }
 
 
+def exported(model: Any, folder: Path, layout: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The two files of the model's adapter."""
+    saved, written = folder / layout / "checkpoint", folder / layout / "adapter"
+    checkpoint.save(saved, model)
+    assert main(["to-adapter", str(saved), str(written), "--layout", layout]) == 0
+    config = json.loads((written / "adapter_config.json").read_text())
+    return load_file(written / "adapter_model.safetensors"), config
+
+
+def updates_of_experts(model: Any, prefix: str) -> dict[str, torch.Tensor]:
+    """What peft adds to the experts' weights, outputs before inputs. ``prefix``: of a layer's number."""
+    found = {}
+    for number, layer in enumerate(model.base_model.model.model.layers):
+        outer = getattr(layer.mlp, "experts", None)
+        if outer is None:
+            continue
+        for name, wrapper in (("gate_up", outer.base_layer), ("down", outer)):
+            update = wrapper.get_delta_weight("default").detach()
+            is_swapped = getattr(outer.get_base_layer(), "is_transposed", False)
+            found[f"{prefix.format(number)}.{name}"] = update.mT if is_swapped else update
+    return found
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, update in expected.items():
+        torch.testing.assert_close(got[name], update, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def num_experts(model: Any) -> int:
+    return len(model.base_model.model.model.layers[-1].mlp.experts.get_delta_weight("default"))
+
+
+@requires_peft
+@pytest.mark.parametrize("family", SERVED)
+def test_servers_add_what_peft_does_to_every_expert(tmp_path: Path, family: str) -> None:
+    model, served = adapted(family, use_rslora=True), SERVED[family]
+    count = num_experts(model)
+    files = exported(model, tmp_path, "per_expert")
+    assert_same(sglang_updates(served, *files, count), updates_of_experts(model, "layers.{}"))
+    files = exported(model, tmp_path, "peft") if served.is_3d else files
+    got = vllm_updates(served, *files, count)
+    attention = {name: got.pop(name) for name in list(got) if ".self_attn." in name}
+    assert_same(got, updates_of_experts(model, f"model.layers.{{}}.{served.block}.experts"))
+    inner = model.base_model.model
+    assert_same(
+        attention,
+        {
+            name: inner.get_submodule(name).get_delta_weight("default").detach()
+            for name, module in inner.named_modules()
+            if ".self_attn." in name and hasattr(module, "get_delta_weight")
+        },
+    )
+
+
+@requires_peft
+def test_projections_without_an_adapter_get_zeros_because_vllm_wants_all_three(tmp_path: Path) -> None:
+    model = adapted("qwen3_moe", target_parameters=["mlp.experts.down_proj"])
+    got = vllm_updates(SERVED["qwen3_moe"], *exported(model, tmp_path, "per_expert"), 8)
+    for number, layer in enumerate(model.base_model.model.model.layers):
+        experts = f"model.layers.{number}.mlp.experts"
+        assert not got[f"{experts}.gate_up"].any()
+        expected = layer.mlp.experts.get_delta_weight("default").detach()
+        torch.testing.assert_close(got[f"{experts}.down"], expected, rtol=1e-5, atol=1e-6)
+
+
+@requires_peft
+def test_ranks_and_alphas_by_pattern_become_one_rank_and_one_alpha(tmp_path: Path) -> None:
+    # as peft makes them of target_modules="all-linear"
+    patterns = {"rank_pattern": {r".*\.gate_up_proj": 6}, "alpha_pattern": {"q_proj": 9, "down_proj": 2}}
+    model = adapted("qwen3_moe", **patterns)
+    tensors, config = exported(model, tmp_path, "per_expert")
+    assert {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name} == {6}
+    assert (config["r"], config["rank_pattern"], config["alpha_pattern"]) == (6, {}, {})
+    got = sglang_updates(SERVED["qwen3_moe"], tensors, config, 8)
+    assert_same(got, updates_of_experts(model, "layers.{}"))
+    q_proj = model.base_model.model.model.layers[0].self_attn.q_proj.get_delta_weight("default").detach()
+    got = vllm_updates(SERVED["qwen3_moe"], tensors, config, 8)
+    torch.testing.assert_close(got["model.layers.0.self_attn.q_proj"], q_proj, rtol=1e-5, atol=1e-6)
+
+
+@requires_peft
+def test_other_modules_have_their_names_in_the_models_folder(tmp_path: Path) -> None:
+    model = adapted("mixtral", target_parameters=["mlp.gate.weight"])
+    got = vllm_updates(SERVED["mixtral"], *exported(model, tmp_path, "per_expert"), 4)
+    router = model.base_model.model.model.layers[0].mlp.gate.get_delta_weight("default").detach()
+    torch.testing.assert_close(got["model.layers.0.block_sparse_moe.gate"], router, rtol=1e-5, atol=1e-6)
+
+
 @requires_peft
 @pytest.mark.parametrize(
-    ("family", "block", "parts"),
+    ("settings", "reason"),
     [
-        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
-        pytest.param("mixtral", "block_sparse_moe", ("w1", "w3", "w2"), marks=pytest.mark.full),
+        ({"modules_to_save": ["lm_head"]}, r"got modules_to_save = \['lm_head'\]; merge the adapter"),
+        ({"use_dora": True, "target_parameters": None}, "got use_dora = True"),
+        ({"bias": "all"}, "got bias = all"),
     ],
+    ids=lambda each: str(list(each))[:20] if isinstance(each, dict) else "",
 )
-def test_products_of_each_experts_factors_are_those_of_the_stacked_ones(
-    tmp_path: Path, family: str, block: str, parts: tuple[str, str, str]
-) -> None:
-    run_ranks(save, 2, family, str(tmp_path / "checkpoint"), {})
-    written = str(tmp_path / "adapter")
-    assert main(["to-adapter", str(tmp_path / "checkpoint"), written, "--layout", "per_expert"]) == 0
-    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj", *parts}
-    assert config["target_parameters"] is None
-    scaling = config["lora_alpha"] / config["r"]
-    got = products(load_file(tmp_path / "adapter/adapter_model.safetensors"), scaling)
-
-    model = adapted(family)
-    for number in range(2):
-        outer = model.base_model.model.model.layers[number].mlp.experts
-        gate_up, down = (layer.get_delta_weight("default") for layer in (outer.base_layer, outer))
-        for expert in range(len(down)):
-            name = f"model.layers.{number}.{block}.experts.{expert}"
-            gate, up = (got.pop(f"{name}.{part}") for part in parts[:2])
-            torch.testing.assert_close(torch.cat((gate, up)), gate_up[expert], rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(got.pop(f"{name}.{parts[2]}"), down[expert], rtol=1e-6, atol=1e-6)
-    assert all("experts" not in name for name in got)
-    assert len(got) == 8, "four projections of attention in two layers"
+def test_what_servers_do_not_read_is_refused(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    checkpoint.save(tmp_path / "checkpoint", adapted("qwen3_moe", **settings))
+    with pytest.raises(CheckpointError, match=reason):
+        checkpoint.to_adapter(tmp_path / "checkpoint", tmp_path / "adapter", layout="per_expert")
 
 
 def stack(shapes: dict[str, tuple[int, int]], **config: Any) -> dict[str, Any]:
@@ -116,6 +183,11 @@ def test_what_cannot_be_taken_apart_is_refused(tmp_path: Path, described: Any) -
         CheckpointError, match="do not tell whose factors these are; leave the layout at peft"
     ):
         checkpoint.to_adapter(tmp_path / "square", tmp_path / "a", layout="per_expert")
-    described(tmp_path / "fused", stack(shapes, **config | {"model_type": "gpt_oss"}))
-    with pytest.raises(CheckpointError, match="got gpt_oss, whose experts are fused there"):
-        checkpoint.to_adapter(tmp_path / "fused", tmp_path / "a", layout="per_expert")
+
+
+@requires_peft
+def test_experts_that_are_fused_in_the_folder_are_refused(tmp_path: Path) -> None:
+    parameters = [f"block_sparse_moe.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    checkpoint.save(tmp_path / "checkpoint", adapted("granite_shared", target_parameters=parameters))
+    with pytest.raises(CheckpointError, match="got granitemoeshared, whose experts are fused there"):
+        checkpoint.to_adapter(tmp_path / "checkpoint", tmp_path / "adapter", layout="per_expert")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
     import transformers
 
     name, own = _CONFIGS[family]
-    settings = _COMMON | own | changes
+    settings = copy.deepcopy(_COMMON | own | changes)  # transformers writes into the rotary parameters
     config = getattr(transformers, f"{name}Config")(**settings)
     config._attn_implementation = "eager"
     kept = getattr(transformers, f"{name}PreTrainedModel")._can_record_outputs or {}
