@@ -105,7 +105,7 @@ def build_contenders(settings: argparse.Namespace, layers: int) -> list[Contende
     fused = torch.optim.AdamW(plain.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     return [
         Contender("plain", plain, fused),
-        Contender("wrapped", wrapped, AdamW(wrapped, lr=1e-5, moment_dtype=moments)),
+        Contender("wrapped", wrapped, AdamW(wrapped, lr=1e-5, betas=(0.9, 0.95), moment_dtype=moments)),
     ]
 
 

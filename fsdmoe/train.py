@@ -27,7 +27,14 @@ from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
-from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
+from fsdmoe.optim import (
+    build_optimizer,
+    clip_grad_norm,
+    freeze,
+    group_lines,
+    learning_rate,
+    set_learning_rates,
+)
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.plan.dry_run import dry_run
 from fsdmoe.precision.config import torch_dtype
@@ -48,6 +55,7 @@ class Run:
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
         model, kind = build_any_model(config.model, config.experts, config.adapter)
+        freeze(model, config.optim.groups)
         own = kind.own_attention
         self.feed = Feed(meshes, config.context_parallel, config.experts, own_attention=own, dtype=dtype)
         with progress_line("opening the data"):
@@ -90,7 +98,8 @@ class Run:
         facts = run_facts(config, meshes, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
         resumed_at = None if resumed is None else step
-        self.observer.card(start_card(config, meshes, self.model, self.data, resumed_at=resumed_at))
+        card = start_card(config, meshes, self.model, self.data, resumed_at=resumed_at)
+        self.observer.card(card | group_lines(self.model, self.optimizer, config.optim.groups))
         if trains and step >= train.steps:
             logging.info("nothing left to train: raise train.steps, or start anew: --checkpoint.load none")
 
@@ -132,7 +141,7 @@ class Run:
         if self.scaler.enabled:
             self.scaler.update(norm_value if math.isfinite(loss_value) else loss_value)
         if is_finite:
-            set_learning_rate(self.optimizer, rate)
+            set_learning_rates(self.optimizer, self.config.optim, progress["step"], self.config.train.steps)
             self.optimizer.step()
             for duty in self.duties:
                 duty.after_update(loads_LE)

@@ -184,7 +184,7 @@ def mistakes(folder: str) -> dict[str, str]:
         "twice": lambda: parallelize(model, meshes),
         "no_path": lambda: parallelize(tiny_hf("mixtral"), meshes, load=f"{folder}/nowhere"),
         "indivisible": lambda: parallelize(tiny_hf("mixtral", num_local_experts=5), meshes),
-        "parameters": lambda: AdamW(model.parameters()),  # type: ignore[arg-type]
+        "parameters": lambda: AdamW(tiny_hf("mixtral").parameters()),
         "save_pretrained": lambda: model.save_pretrained(f"{folder}/hf"),  # type: ignore[operator]
         "copied": lambda: copy.deepcopy(model),
         "converted": lambda: (model.half(), model(batch(0, 0))),
@@ -203,7 +203,7 @@ def test_mistakes_are_refused_with_the_fix(tmp_path: Path) -> None:
         "twice": "parallelize: this MixtralForCausalLM is parallel already; call parallelize",
         "no_path": "name the folder of one",
         "indivisible": "mesh.ep: expected a divisor of the 5 experts, got 2",
-        "parameters": "pass the model itself",
+        "parameters": "take model.parameters() after fsdmoe.parallelize",
         "save_pretrained": "fsdmoe.checkpoint.to_hf",
         "copied": "build the model a second time",
         "converted": "convert or freeze parameters before",

@@ -3,7 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Pending(Protocol):
@@ -19,6 +19,8 @@ class ReadGuard:
     problem: str | None = None
     is_coded = False
     """The values are kept in another form, and made again when asked for: they are in no checkpoint."""
+    engine: Any = None
+    """A weak reference to the engine whose weights it guards."""
     pending: Pending | None = None
     """Until then another stream, or a collective, reads or writes the memory."""
 
@@ -54,6 +56,11 @@ class Access:
         if self._guard is None or self.is_zeroed:
             return self.expired
         return self.expired or self._guard.problem
+
+    @property
+    def engine(self) -> Any:
+        """Whose weights these are; none for other tensors, and once it is gone."""
+        return None if self._guard is None or self._guard.engine is None else self._guard.engine()
 
     @property
     def is_coded(self) -> bool:

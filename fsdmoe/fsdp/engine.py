@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.modules import module as torch_hooks
 
 from fsdmoe.autograd import is_in_backward
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
@@ -38,6 +39,7 @@ from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
 from fsdmoe.fsdp.release import PROBLEM, Keep, ReleasedMemory
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.unit import Unit, accumulates_any
 from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis, Meshes
@@ -105,6 +107,8 @@ class Engine:
         self._released: ReleasedMemory | None = None
         self._guard = SlotGuard(units) if policy.fsdp.debug else None
         self._num_forwards = 0
+        for group in self.groups:
+            group.weights.guard.engine = weakref.ref(self)
         self._remember_modules()
         self._follow_registrations()
         self._install_hooks()
@@ -470,5 +474,21 @@ def engine_of(model: nn.Module) -> Engine:
         raise AssertionError(
             f"expected a fully sharded model, got {type(model).__name__}: pass the model itself, after "
             "fsdmoe.parallelize (or fully_shard)"
+        )
+    return engine
+
+
+def engine_of_parameters(parameters: Sequence[torch.Tensor]) -> Engine:
+    """The engine whose parameters these are.
+
+    Raises:
+        ConfigError: They are not all parameters of one fully sharded model.
+    """
+    found = {p.access.engine if isinstance(p, ShardedTensor) else None for p in parameters}
+    engine = found.pop() if len(found) == 1 else None
+    if engine is None:
+        raise ConfigError(
+            f"optim: expected parameters of one fully sharded model, got {len(parameters)} others; take "
+            "model.parameters() after fsdmoe.parallelize (or fully_shard)"
         )
     return engine

@@ -11,18 +11,23 @@ if TYPE_CHECKING:
     from fsdmoe.optim.build import build_optimizer, count_state
     from fsdmoe.optim.clipping import GradNorm, clip_grad_norm, grad_norm
     from fsdmoe.optim.config import OptimConfig
-    from fsdmoe.optim.schedule import learning_rate, set_learning_rate
+    from fsdmoe.optim.group_config import GroupConfig
+    from fsdmoe.optim.groups import freeze, group_lines
+    from fsdmoe.optim.schedule import learning_rate, set_learning_rates
 
 __all__ = [
     "AdamW",
     "GradNorm",
+    "GroupConfig",
     "OptimConfig",
     "build_optimizer",
     "clip_grad_norm",
     "count_state",
+    "freeze",
     "grad_norm",
+    "group_lines",
     "learning_rate",
-    "set_learning_rate",
+    "set_learning_rates",
 ]
 
 __getattr__ = lazy_names(__name__, __file__)

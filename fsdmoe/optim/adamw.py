@@ -1,13 +1,14 @@
 """AdamW over flat shards: one fused pass over each buffer, whatever number of parameters it holds.
 
-A flat shard is cut into a few *update ranges* of parameters with the same weight decay. Where a fused kernel
+A flat shard is cut into a few *update ranges* of parameters of one parameter group. Where a fused kernel
 can run, each range is one launch, which also rounds the new weights to compute precision; elsewhere all
-ranges of the model go through one multi-tensor call per decay. Padding between parameters has
+ranges of the model go through one multi-tensor call per group. Padding between parameters has
 zero gradients and stays zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,25 +17,32 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.engine import engine_of, engine_of_parameters
 from fsdmoe.fsdp.loss_scaling import note_scaler
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.labels import raise_noted
 from fsdmoe.optim.config import beta2_problems, check_offload
+from fsdmoe.optim.group_config import GroupConfig
+from fsdmoe.optim.groups import DecayRule, NamedGroup, check_groups, is_matrix, make_groups
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, ring_bytes
 from fsdmoe.optim.state_stream import StateStream
 from fsdmoe.optim.update import rounds_weights, update
 from fsdmoe.optim.update_ranges import GroupMoments, HostGuard, UpdateRange
 
-DecayRule = Callable[[str, torch.Tensor], bool]
+logger = logging.getLogger(__name__)
+
+_REFUSED = ("amsgrad", "maximize", "differentiable")
+_TAKEN = ("foreach", "capturable", "fused")
+"""Switches of ``torch.optim.AdamW`` that change no number: steps are fused already."""
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay for a fully sharded model.
 
-    ``param_groups`` has two entries on every rank, decayed and not decayed, with the model's parameters; a
-    schedule sets ``lr`` in both. ``state`` shows the moments by parameter, as torch's optimizers do, so that
+    It takes what ``torch.optim.AdamW`` takes, with the same defaults. Given the model instead of parameters,
+    it decays matrices only: ``param_groups`` then has two entries on every rank, decayed and not decayed,
+    and those of ``groups``. ``state`` shows the moments by parameter, as torch's optimizers do, so that
     torch's tools read and fill them; they lie in flat buffers.
 
     A parameter whose gradient is ``None`` is not updated, whether its unit took no part in the step or its
@@ -44,40 +52,59 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        params: nn.Module | Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        weight_decay: float = 1e-2,
         *,
+        groups: Sequence[GroupConfig] = (),
         moment_dtype: MomentFormat | tuple[MomentFormat, MomentFormat] = torch.float32,
         state_offload: float = 0.0,
         state_prefetch: float = 0.65,
         decays: DecayRule | None = None,
+        **switches: bool | None,
     ) -> None:
-        """Take the parameters of ``model`` that are trained.
+        """Take the parameters that are trained.
 
         Args:
-            model: From ``parallelize`` or ``fully_shard``.
+            params: A model from ``parallelize`` or ``fully_shard``; or, as for torch, parameters of one, or
+                dicts of them with settings of their own.
             lr: Learning rate; torch's schedulers change it.
             betas: Decay of the first and of the second moment.
             eps: Added to the root of the second moment.
-            weight_decay: Decoupled, for the parameters that ``decays`` names.
+            weight_decay: Decoupled. Of a model, for the parameters that ``decays`` names.
+            groups: With a model: patterns over names, with settings of their own.
             moment_dtype: How the moments are kept: ``torch.float32``, ``torch.bfloat16`` or ``"float8"``
                 (eight bits in blocks, the same numbers on every mesh); a pair for one each.
             state_offload: The share of the moments, 0 to 1, that lives in host memory and is streamed through
                 the device by each step.
             state_prefetch: Of those, the share that the device has space for; it is copied during backward.
-            decays: ``decays(name, parameter)`` says which parameters are decayed; by default those with two
-                dims or more, biases of experts aside.
+            decays: With a model: ``decays(name, parameter)`` says which parameters are decayed; by default
+                those with two dims or more, biases of experts aside.
+            **switches: The others of ``torch.optim.AdamW``.
 
         Raises:
-            ConfigError: ``betas[1]`` is too close to 1 for the second moment's format, or the mesh would
-                cut its blocks.
+            ConfigError: A group does not fit the model, a switch is not supported, ``betas[1]`` is too close
+                to 1 for the second moment's format, or the mesh would cut its blocks.
         """
+        _refuse_switches(switches)
         pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
-        refuse(beta2_problems(betas[1], str(pair[1]).removeprefix("torch.")))
-        self._engine = engine_of(model)
+        for each in (betas, *(group.betas for group in groups)):
+            refuse([] if each is None else beta2_problems(each[1], str(pair[1]).removeprefix("torch.")))
+        if isinstance(params, nn.Module):
+            self._engine = engine_of(params)
+            check_groups(groups)
+            rule = decays or is_matrix
+            made = make_groups(params, groups, lr=lr, weight_decay=weight_decay, decays=rule)
+            if decays is None and weight_decay:
+                logger.info("AdamW: of a model only matrices are decayed, where torch.optim.AdamW decays all")
+        else:
+            _refuse_model_arguments(groups, decays)
+            made = _torch_groups(params)
+            self._engine = engine_of_parameters([p for group in made for p in group.params])
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__([group.for_torch() for group in made], defaults)
         self._policy = MomentPolicy(
             *pair,
             offload=state_offload,
@@ -85,41 +112,40 @@ class AdamW(torch.optim.Optimizer):
             stochastic=self._engine.policy.precision.main_rounding == "stochastic",
         )
         check_offload(state_offload, self._engine.policy.fsdp, state_prefetch)
-        # Biases of experts have two dims: one is the expert.
-        rule = decays or (lambda name, parameter: parameter.dim() >= 2 and not name.endswith("bias"))
-        # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
-        self._is_decayed = {parameter: rule(name, parameter) for name, parameter in model.named_parameters()}
         self._moments: list[GroupMoments] = []
-        self._update_ranges: tuple[list[UpdateRange], list[UpdateRange]] = ([], [])
+        self._update_ranges: list[list[UpdateRange]] = [[] for _ in self.param_groups]
         self._uneven: set[ParamGroup] = set()
         """Groups whose parameters have taken different numbers of steps: they are updated one by one."""
         self._stream: StateStream | None = None
         """Through which moments in host memory are stepped; made by the first step."""
         self._guard = HostGuard()
+        self._add_moments()
+
+    def _add_moments(self) -> None:
+        # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
+        group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         trained = [group for group in self._engine.groups if group.plan.requires_grad]
         on_host = host_choice([group.plan for group in trained], self._engine.meshes, self._policy)
         for group, chosen in zip(trained, on_host, strict=True):
-            self._add_group(group, chosen)
-        decayed: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for parameter in model.parameters():  # the model's order, which no layout changes
-            if parameter.requires_grad:
-                (decayed if self._is_decayed[parameter] else others).append(parameter)
-        groups = [
-            {"params": decayed, "weight_decay": weight_decay, "name": "decayed"},
-            {"params": others, "weight_decay": 0.0, "name": "not decayed"},
-        ]
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        for moments in self._moments:
-            for index, param in enumerate(moments.group.params):
-                self.state[param.sharded] = moments.state(index)
+            numbers = [group_of.get(param.sharded) for param in group.params]
+            held = [number is not None for number in numbers]
+            moments = GroupMoments(group, self._policy, chosen, self._guard, held)
+            self._moments.append(moments)
+            for indices in moments.runs(numbers):
+                number = numbers[indices[0]]
+                assert number is not None
+                self._update_ranges[number].append(moments.update_range(indices))
+            for index, param in enumerate(group.params):
+                if held[index]:
+                    self.state[param.sharded] = moments.state(index)
 
-    def _add_group(self, group: ParamGroup, on_host: list[bool]) -> None:
-        moments = GroupMoments(group, self._policy, on_host, self._guard)
-        self._moments.append(moments)
-        decays = [self._is_decayed[param.sharded] for param in group.params]
-        for indices in moments.runs(decays):
-            self._update_ranges[0 if decays[indices[0]] else 1].append(moments.update_range(indices))
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is built: moments are laid out once."""
+        if hasattr(self, "_moments"):
+            raise ConfigError(
+                "optim: expected all parameter groups when the optimizer is built, got one more; pass it then"
+            )
+        super().add_param_group(param_group)
 
     @property
     def moment_bytes(self) -> MomentBytes:
@@ -223,6 +249,7 @@ class AdamW(torch.optim.Optimizer):
             param.name: self.state[param.sharded]
             for moments in self._moments
             for param in moments.group.params
+            if param.sharded in self.state
         }
         groups = [
             {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
@@ -278,3 +305,36 @@ class _Snapshot:
 
 def _update_one(settings: dict[str, Any], found_inf: torch.Tensor | None, piece: UpdateRange) -> None:
     update(settings, [piece], found_inf)
+
+
+def _refuse_switches(switches: dict[str, bool | None]) -> None:
+    unknown = [name for name in switches if name not in (*_REFUSED, *_TAKEN)]
+    if unknown:
+        raise TypeError(f"AdamW takes no argument {unknown[0]!r}")
+    refuse([
+        f"optim: expected {name} = False, got {value}: AdamW over flat shards has none; drop it, or pass "
+        "model.parameters() to torch.optim.AdamW"
+        for name, value in switches.items()
+        if name in _REFUSED and value
+    ])  # fmt: skip
+
+
+def _refuse_model_arguments(groups: Sequence[GroupConfig], decays: DecayRule | None) -> None:
+    if groups or decays is not None:
+        raise ConfigError(
+            "optim: groups and decays go by names: expected a model, got parameters; pass the model, "
+            "or say it in the dicts of parameters"
+        )
+
+
+def _torch_groups(params: Iterable[Any]) -> list[NamedGroup]:
+    """From parameters, or dicts of them, as torch takes them."""
+    given = list(params)
+    dicts = given if given and isinstance(given[0], dict) else [{"params": given}]
+    made = []
+    for number, each in enumerate(dicts):
+        members = [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
+        plain = [member[1] if isinstance(member, tuple) else member for member in members]  # with names
+        settings = {key: value for key, value in each.items() if key not in ("params", "name")}
+        made.append(NamedGroup(each.get("name", f"group {number}"), settings, plain))
+    return made

@@ -9,6 +9,7 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.memory_plan import MomentBytes, MomentCount
 from fsdmoe.optim.adamw import AdamW
 from fsdmoe.optim.config import MomentDtype, OptimConfig, check_rounding
+from fsdmoe.optim.groups import make_groups
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, moment_bytes
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
@@ -23,13 +24,15 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     precision = engine_of(model).policy.precision
     check_rounding(config.name, precision)
     if config.name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=config.lr)
+        made = make_groups(model, config.groups, lr=config.lr, weight_decay=0.0, decays=lambda *_: False)
+        return torch.optim.SGD([group.for_torch() for group in made if group.params], lr=config.lr)
     return AdamW(
         model,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
+        groups=config.groups,
         moment_dtype=_moment_policy(config, precision).formats,
         state_offload=config.state_offload,
         state_prefetch=config.state_prefetch,

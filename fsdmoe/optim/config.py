@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refuse_together
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FSDPConfig
+from fsdmoe.optim.group_config import GroupConfig, group_problems
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.rules import one_of
 
@@ -49,6 +50,9 @@ class OptimConfig:
     state_prefetch: float = 0.65
     """With state_offload: of the moments in host memory, the share, 0 to 1, that the device has space for. It
     is copied during backward, the rest during forward. Less saves more memory, and costs time."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters with settings of their own, chosen by patterns over their names: a table [[optim.groups]] a
+    group (docs/optimizers.md)."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warm-up: cosine to the floor, warm-up-stable-decay, or constant."""
     warmup_steps: int = 20
@@ -87,8 +91,11 @@ class OptimConfig:
                 "optim.state_prefetch: expected optim.state_offload above 0, which it says something of, got "
                 "0; set that, or drop the line"
             )
-        if self.name == "adamw" and self.beta2 < 1:
-            problems += beta2_problems(self.beta2, self.moment_dtypes[1])
+        problems += group_problems(self.groups, self.name)
+        if self.name != "sgd":
+            betas = [group.betas[1] for group in self.groups if group.betas is not None]
+            for beta2 in dict.fromkeys(beta2 for beta2 in (self.beta2, *betas) if beta2 < 1):
+                problems += beta2_problems(beta2, self.moment_dtypes[1])
         refuse(problems)
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from fsdmoe.optim.config import OptimConfig
+from fsdmoe.optim.groups import config_of
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -30,7 +32,15 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     return config.lr if left >= decay_steps else floor + (config.lr - floor) * max(0, left) / decay_steps
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set ``rate`` in every parameter group."""
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, step: int, total_steps: int
+) -> None:
+    """Give every parameter group its rate of one optimizer step: those of ``config.groups`` may have a peak
+    and a warm-up of their own."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        own = config_of(config.groups, group.get("name", ""))
+        settings = config
+        if own is not None:
+            warmup = config.warmup_steps if own.warmup_steps is None else own.warmup_steps
+            settings = replace(config, lr=own.rate(config.lr), warmup_steps=warmup)
+        group["lr"] = learning_rate(settings, step, total_steps)

@@ -1,6 +1,6 @@
 """The moments of a group's parameters, and its *update ranges*, which one call updates.
 
-An update range is a run of neighbouring parameters with one weight decay. Where every parameter has separate
+An update range is a run of neighbouring parameters of one parameter group. Where every parameter has separate
 buffers (:mod:`fsdmoe.optim.moments`), it is one parameter.
 """
 
@@ -25,7 +25,7 @@ NAMES = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """A run of one flat shard with one weight decay, and the same run of gradients and moments."""
+    """A run of one flat shard with one group's settings, and the same run of gradients and moments."""
 
     main: torch.Tensor
     exp_avg: Moment
@@ -85,9 +85,15 @@ class GroupMoments:
     """Both moments and the step counts of one group's parameters."""
 
     def __init__(
-        self, group: ParamGroup, policy: MomentPolicy, on_host: list[bool], guard: HostGuard
+        self,
+        group: ParamGroup,
+        policy: MomentPolicy,
+        on_host: list[bool],
+        guard: HostGuard,
+        held: list[bool],
     ) -> None:
-        """``on_host``: whose moments live in host memory, where ``guard`` knows when they can be read."""
+        """``on_host``: whose moments live in host memory, where ``guard`` knows when they can be read;
+        ``held``: whose there are."""
         self.group, self._on_host, self._guard = group, on_host, guard
         self._stochastic = policy.stochastic
         main = group.weights.main
@@ -96,28 +102,28 @@ class GroupMoments:
         """Both, laid out as the main weights are; or none, and each parameter has its own."""
         self._own: list[tuple[Moment, Moment]] = []
         self._places: list[ElementPlace | None] = []
-        if policy.is_flat:
+        if policy.is_flat and all(held):
             self.flat = [
                 torch.zeros_like(main, dtype=kept) for kept in policy.formats if isinstance(kept, torch.dtype)
             ]
             return
         host = partial(pinned_zeros, device=main.device) if main.is_cuda else torch.zeros
-        for plan, param, is_away in zip(group.plan.params, group.params, on_host, strict=True):
+        for index, (plan, param) in enumerate(zip(group.plan.params, group.params, strict=True)):
             owned, formats = group.owned_range(param), policy.of(plan)
-            make = host if is_away else partial(torch.zeros, device=main.device)
-            first, second = (_zeros(kept, owned.numel, make) for kept in formats)
+            make = host if on_host[index] else partial(torch.zeros, device=main.device)
+            first, second = (_zeros(kept, owned.numel * held[index], make) for kept in formats)
             self._own.append((first, second))
             is_stochastic = policy.stochastic or "float8" in formats
             self._places.append(place_of(plan, owned, group.context.meshes) if is_stochastic else None)
 
-    def runs(self, decays: list[bool]) -> list[list[int]]:
+    def runs(self, numbers: list[int | None]) -> list[list[int]]:
         """Neighbouring parameters that are stepped together, of those that this rank holds something of;
-        ``decays``: which are decayed."""
-        runs: list[tuple[bool, list[int]]] = []
+        ``numbers``: the parameter group of each, none for those that are not stepped here."""
+        runs: list[tuple[int | None, list[int]]] = []
         for index, param in enumerate(self.group.params):
-            if self.group.owned_range(param).numel:
-                if not runs or runs[-1][0] != decays[index] or not self.flat:
-                    runs.append((decays[index], []))
+            if self.group.owned_range(param).numel and numbers[index] is not None:
+                if not runs or runs[-1][0] != numbers[index] or not self.flat:
+                    runs.append((numbers[index], []))
                 runs[-1][1].append(index)
         return [indices for _, indices in runs]
 

@@ -39,7 +39,7 @@ from fsdmoe.experts.moe import MoE
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Meshes, resolve_degrees
 from fsdmoe.observe import print_table
-from fsdmoe.optim import build_optimizer, clip_grad_norm
+from fsdmoe.optim import build_optimizer, clip_grad_norm, freeze
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.plan.fake_kernels import kernels_left_out
 from fsdmoe.plan.hardware import GIB
@@ -151,6 +151,7 @@ def fake_step(config: Config, world_size: int) -> FakeStep:
             f"{config.experts.sub_batches}, got {config.train.micro_batch_size}; set it to one"
         )
     model = build_any_model(config.model, config.experts, config.adapter)[0]
+    freeze(model, config.optim.groups)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # its keys hold the storages that recomputed tensors are made of
     with _fake_world(world_size), fake, kernels_left_out(), LiveBytes() as live:

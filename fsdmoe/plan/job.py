@@ -22,6 +22,7 @@ from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim import count_state
 from fsdmoe.optim.config import OptimConfig
+from fsdmoe.optim.group_config import GroupConfig
 from fsdmoe.plan.parameters import EnginePlan, ModelSource, plan_parameters
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
@@ -41,6 +42,8 @@ class Job:
     """Its layers compute, and keep for backward, what plain torch does."""
     has_adapters: bool = False
     """Only adapters on attention and experts are trained."""
+    frozen: tuple[GroupConfig, ...] = ()
+    """Groups of parameters that are not trained."""
 
     @classmethod
     def of(cls, config: Config) -> Job:
@@ -54,6 +57,7 @@ class Job:
             is_wrapped=is_wrapped,
             has_plain_layers=is_wrapped and not config.train.fused_layers,
             has_adapters=config.adapter.is_on,
+            frozen=tuple(group for group in config.optim.groups if group.frozen),
         )
 
     @property
@@ -61,7 +65,7 @@ class Job:
         return self.global_batch_size * self.seq_len
 
     def source(self, precision: PrecisionConfig) -> ModelSource:
-        return ModelSource(self.model, self.experts, self.adapter, precision)
+        return ModelSource(self.model, self.experts, self.adapter, precision, self.frozen)
 
 
 @dataclass(frozen=True, kw_only=True)

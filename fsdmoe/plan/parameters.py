@@ -27,6 +27,8 @@ from fsdmoe.huggingface.planned import split_wrapped
 from fsdmoe.mesh import Axis, Degrees
 from fsdmoe.models import build_model
 from fsdmoe.models.config import ModelConfig
+from fsdmoe.optim.group_config import GroupConfig
+from fsdmoe.optim.groups import freeze
 from fsdmoe.placement import SplitMeshes
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.quantized_layers import apply_recipe
@@ -41,6 +43,8 @@ class ModelSource:
     experts: ExpertsConfig
     adapter: AdapterConfig
     precision: PrecisionConfig
+    frozen: tuple[GroupConfig, ...] = ()
+    """Groups of parameters that are not trained."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +71,11 @@ def split_model(source: ModelSource, at: SplitMeshes) -> nn.Module:
     """The model with the parameters of one rank, on the meta device."""
     if source.model.hf is not None:
         model = build_folder_model(source.model.hf, source.adapter)
+        freeze(model, source.frozen)
         keep_frozen_in_codes(model, source.precision, at, split_wrapped(model, at))
     else:
         model = build_model(source.model, source.experts)
+        freeze(model, source.frozen)
         split_tensors(model, at)
         for module in model.modules():
             if isinstance(module, MoE):

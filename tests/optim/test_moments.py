@@ -32,7 +32,7 @@ LAYOUTS: list[tuple[int, dict[str, int]]] = [
 def train_and_save(degrees: dict[str, int], folder: str, formats: Any) -> tuple[State, State]:
     """The state after three steps, which is saved, and after four."""
     model = build(degrees)
-    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats)
+    optimizer = AdamW(model, lr=1e-2, betas=(0.9, 0.95), moment_dtype=formats)
     for number in range(3):
         step(model, optimizer, number)
     if folder:
@@ -44,7 +44,7 @@ def train_and_save(degrees: dict[str, int], folder: str, formats: Any) -> tuple[
 
 def load_and_go_on(degrees: dict[str, int], folder: str, formats: Any) -> tuple[State, State]:
     model = build(degrees)
-    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats)
+    optimizer = AdamW(model, lr=1e-2, betas=(0.9, 0.95), moment_dtype=formats)
     checkpoint.load(folder, model, optimizer)
     loaded = state_of(model, optimizer)
     step(model, optimizer, 3)
@@ -84,7 +84,7 @@ def test_a_format_for_each_moment_resumes_on_another_mesh(formats: Any, tmp_path
 
 def losses(formats: Any, steps: int) -> list[float]:
     model = build({})
-    optimizer = AdamW(model, lr=3e-3, moment_dtype=formats)
+    optimizer = AdamW(model, lr=3e-3, betas=(0.9, 0.95), moment_dtype=formats)
     found = []
     for _ in range(steps):
         rows = torch.randint(80, (8, 16), generator=torch.Generator().manual_seed(len(found) % 4))
@@ -121,7 +121,10 @@ def planned_and_held() -> tuple[int, int, int]:
             split_experts(module.experts, PlannedMeshes(meshes.degrees))
     planned = plan_memory(model, meshes.degrees, sharding, moments=count).moments
     model = build({})
-    held, plain = AdamW(model, moment_dtype="float8").moment_bytes, AdamW(model).moment_bytes
+    held, plain = (
+        AdamW(model, betas=(0.9, 0.95), moment_dtype="float8").moment_bytes,
+        AdamW(model).moment_bytes,
+    )
     return planned, held.device, plain.device
 
 
@@ -133,7 +136,7 @@ def test_a_plan_counts_what_is_held_and_it_is_a_quarter() -> None:
 
 def refused(degrees: dict[str, int]) -> str:
     with pytest.raises(ConfigError) as error:
-        AdamW(build(degrees), moment_dtype="float8")
+        AdamW(build(degrees), betas=(0.9, 0.95), moment_dtype="float8")
     return str(error.value)
 
 
@@ -167,7 +170,7 @@ def load_plain_state(folder: str) -> str:
     step(model, optimizer, 0)
     checkpoint.save(folder, model, optimizer)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.load(folder, model, AdamW(model, moment_dtype="float8"))
+        checkpoint.load(folder, model, AdamW(model, betas=(0.9, 0.95), moment_dtype="float8"))
     return str(error.value)
 
 
@@ -180,7 +183,7 @@ def release_and_go_on() -> tuple[State, State]:
     found = []
     for releases in (False, True):
         model = build({})
-        optimizer = AdamW(model, lr=1e-2, moment_dtype="float8")
+        optimizer = AdamW(model, lr=1e-2, betas=(0.9, 0.95), moment_dtype="float8")
         step(model, optimizer, 0)
         if releases:
             engine_of(model).release(optimizer)

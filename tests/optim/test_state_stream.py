@@ -31,7 +31,7 @@ def small_chunks() -> Any:
 
 def train(share: float, formats: Any, folder: str = "", releases: bool = False) -> State:
     model = build({})
-    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats, state_offload=share)
+    optimizer = AdamW(model, lr=1e-2, betas=(0.9, 0.95), moment_dtype=formats, state_offload=share)
     first, second = small_chunks()
     with first, second:
         step(model, optimizer, 0, max_norm=1.0)
@@ -153,7 +153,7 @@ def planned_and_held(share: float) -> tuple[MomentBytes, MomentBytes, int]:
     sharding = FSDPPolicy(precision=PrecisionConfig(param_dtype="float32"))
     plan = plan_memory(planned_model, meshes.degrees, sharding, moments=moment_bytes(policy))
     model = build({})
-    optimizer = AdamW(model, moment_dtype=torch.bfloat16, state_offload=share)
+    optimizer = AdamW(model, betas=(0.9, 0.95), moment_dtype=torch.bfloat16, state_offload=share)
     step(model, optimizer, 0)
     before = [tensor.data_ptr() for tensor in optimizer.scratch_tensors()]
     step(model, optimizer, 1)

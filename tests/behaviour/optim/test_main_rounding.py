@@ -16,7 +16,7 @@ BY_CHANCE = PrecisionConfig(main_dtype="bfloat16", main_rounding="stochastic")
 
 def train(degrees: dict[str, int], share: float = 0.0) -> State:
     model = build(degrees, BY_CHANCE)
-    optimizer = AdamW(model, lr=1e-3, moment_dtype=torch.bfloat16, state_offload=share)
+    optimizer = AdamW(model, lr=1e-3, betas=(0.9, 0.95), moment_dtype=torch.bfloat16, state_offload=share)
     for number in range(2):
         step(model, optimizer, number)
     return state_of(model, optimizer)

@@ -68,7 +68,14 @@ copy = state_stream._copy
 def train(share: float, formats: Any, prefetched: float = 0.5) -> tuple[list[float], dict[str, str]]:
     """The loss of every step, and the state after the last."""
     model = build({})
-    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats, state_offload=share, state_prefetch=prefetched)
+    optimizer = AdamW(
+        model,
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        moment_dtype=formats,
+        state_offload=share,
+        state_prefetch=prefetched,
+    )
     small = mock.patch.multiple(state_stream, CHUNK=4160, _copy=slow_copy)
     with small, mock.patch.object(moments, "CHUNK", 4160):
         losses = [step(model, optimizer, number, max_norm=1.0) for number in range(4)]

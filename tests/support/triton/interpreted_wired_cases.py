@@ -267,7 +267,7 @@ def train_two_steps(choice: str, moment_dtype: torch.dtype, param_dtype: str) ->
     model = fully_shard(
         TwoLayers(), build_meshes(), FSDPPolicy(fsdp=FSDPConfig(), precision=precision, grad_divisor=1.0)
     )
-    optimizer = AdamW(model, lr=1e-2, moment_dtype=moment_dtype)
+    optimizer = AdamW(model, lr=1e-2, betas=(0.9, 0.95), moment_dtype=moment_dtype)
     with kernels(choice):  # type: ignore[arg-type]
         for step in range(2):
             model(torch.full((3, 8), 0.5 + step)).float().square().mean().backward()
