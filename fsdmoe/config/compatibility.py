@@ -22,7 +22,7 @@ from fsdmoe.config.schema import Config
 from fsdmoe.experts.config import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
 from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refuse_together, refused_rows
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FROZEN_CODES, LEAN, SHARDING_ROWS
-from fsdmoe.optim.config import OFFLOADED_TWICE, ROUNDED_BY_SGD, STATE_OFFLOAD
+from fsdmoe.optim.config import MUON, OFFLOADED_TWICE, ROUNDED_ROWS, SMALL_MOMENTS, STATE_OFFLOAD
 
 _PLANNED = "which rank attends to what is planned on the host for every micro-batch"
 _DECIDED = "decisions of routers go through the host"
@@ -122,6 +122,11 @@ OTHER_ROWS = (
         "routers of a wrapped model weigh by their current logits"),
 )  # fmt: skip
 
+MUON_ROWS = (
+    Row(MUON, STATE_OFFLOAD, NOT_BUILT, "matrices are stepped together, not in chunks of elements"),
+    Row(MUON, SMALL_MOMENTS, NOT_BUILT, "momentum is kept in float32 or bfloat16"),
+)
+
 _WITH_GRAPHS = "tests/behaviour/test_graphs_gpu.py"
 TESTED_ROWS = (
     *(
@@ -151,10 +156,15 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 
 REFUSED: tuple[Row, ...] = (
-    *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, ROUNDED_BY_SGD, EXPERTS_ELSEWHERE,
-    *OTHER_ROWS,
+    *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *MUON_ROWS,
+    EXPERTS_ELSEWHERE, *OTHER_ROWS,
 )  # fmt: skip
-TABLE: tuple[Row, ...] = (*REFUSED, *TESTED_ROWS, *_exact_rows(REFUSED))
+_WITH_MUON = tuple(
+    Row(MUON, other, RIGHT, "tests/behaviour/optim/test_muon_pairs.py")
+    for other in (*EXACT, CPU_OFFLOAD, on.RECIPE, on.ADAPTERS)
+    if other is not STATE_OFFLOAD
+)
+TABLE: tuple[Row, ...] = (*REFUSED, *TESTED_ROWS, *_WITH_MUON, *_exact_rows(REFUSED))
 
 
 class ChosenKeys:

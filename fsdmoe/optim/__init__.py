@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from fsdmoe.optim.config import OptimConfig
     from fsdmoe.optim.group_config import GroupConfig
     from fsdmoe.optim.groups import freeze, group_lines
+    from fsdmoe.optim.muon import Muon
+    from fsdmoe.optim.muon_config import MuonConfig
     from fsdmoe.optim.schedule import learning_rate, set_learning_rates
 
 __all__ = [
     "AdamW",
     "GradNorm",
     "GroupConfig",
+    "Muon",
+    "MuonConfig",
     "OptimConfig",
     "build_optimizer",
     "clip_grad_norm",

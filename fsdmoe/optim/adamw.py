@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.fsdp.engine import engine_of, engine_of_parameters
+from fsdmoe.fsdp.engine import Engine, engine_of, engine_of_parameters
 from fsdmoe.fsdp.loss_scaling import note_scaler
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.labels import raise_noted
 from fsdmoe.optim.config import beta2_problems, check_offload
 from fsdmoe.optim.group_config import GroupConfig
-from fsdmoe.optim.groups import DecayRule, NamedGroup, check_groups, is_matrix, make_groups
+from fsdmoe.optim.groups import MUON, DecayRule, NamedGroup, check_groups, is_matrix, make_groups
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, ring_bytes
 from fsdmoe.optim.state_stream import StateStream
 from fsdmoe.optim.update import rounds_weights, update
@@ -93,7 +93,7 @@ class AdamW(torch.optim.Optimizer):
         for each in (betas, *(group.betas for group in groups)):
             refuse([] if each is None else beta2_problems(each[1], str(pair[1]).removeprefix("torch.")))
         if isinstance(params, nn.Module):
-            self._engine = engine_of(params)
+            engine = engine_of(params)
             check_groups(groups)
             rule = decays or is_matrix
             made = make_groups(params, groups, lr=lr, weight_decay=weight_decay, decays=rule)
@@ -102,16 +102,18 @@ class AdamW(torch.optim.Optimizer):
         else:
             _refuse_model_arguments(groups, decays)
             made = _torch_groups(params)
-            self._engine = engine_of_parameters([p for group in made for p in group.params])
+            engine = engine_of_parameters([p for group in made for p in group.params])
+        check_offload(state_offload, engine.policy.fsdp, state_prefetch)
+        is_stochastic = engine.policy.precision.main_rounding == "stochastic"
+        policy = MomentPolicy(*pair, offload=state_offload, prefetch=state_prefetch, stochastic=is_stochastic)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._build(engine, made, defaults, policy)
+
+    def _build(
+        self, engine: Engine, made: list[NamedGroup], defaults: dict[str, Any], policy: MomentPolicy
+    ) -> None:
         super().__init__([group.for_torch() for group in made], defaults)
-        self._policy = MomentPolicy(
-            *pair,
-            offload=state_offload,
-            prefetch=state_prefetch,
-            stochastic=self._engine.policy.precision.main_rounding == "stochastic",
-        )
-        check_offload(state_offload, self._engine.policy.fsdp, state_prefetch)
+        self._engine, self._policy = engine, policy
         self._moments: list[GroupMoments] = []
         self._update_ranges: list[list[UpdateRange]] = [[] for _ in self.param_groups]
         self._uneven: set[ParamGroup] = set()
@@ -123,7 +125,12 @@ class AdamW(torch.optim.Optimizer):
 
     def _add_moments(self) -> None:
         # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
-        group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        group_of = {
+            parameter: number
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if MUON not in group
+        }
         trained = [group for group in self._engine.groups if group.plan.requires_grad]
         on_host = host_choice([group.plan for group in trained], self._engine.meshes, self._policy)
         for group, chosen in zip(trained, on_host, strict=True):
@@ -180,6 +187,13 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_add_(counters, 1)
         for steps, left_alone in absent:
             steps.sub_(left_alone)
+        self._update(found_inf)
+        if found_inf is not None and counters:
+            torch._foreach_sub_(counters, [found_inf] * len(counters))
+            for steps, left_alone in absent:
+                steps.addcmul_(left_alone, found_inf)
+
+    def _update(self, found_inf: torch.Tensor | None) -> None:
         away: list[tuple[UpdateRange, dict[str, Any]]] = []
         snapshot = _Snapshot.of(self._moments, found_inf) if self._policy.offload else None
         for settings, ranges in zip(self.param_groups, self._update_ranges, strict=True):
@@ -189,10 +203,6 @@ class AdamW(torch.optim.Optimizer):
         if away:
             assert snapshot is not None
             self._step_away(away, snapshot)
-        if found_inf is not None and counters:
-            torch._foreach_sub_(counters, [found_inf] * len(counters))
-            for steps, left_alone in absent:
-                steps.addcmul_(left_alone, found_inf)
 
     def _step_away(self, away: list[tuple[UpdateRange, dict[str, Any]]], snapshot: _Snapshot) -> None:
         """Step what has its moments in host memory, concurrently with what the caller does next; each layer's
@@ -222,13 +232,17 @@ class AdamW(torch.optim.Optimizer):
             group = moments.group
             if not group.has_grad:
                 continue
-            group.weights.mark_changed(cast=rounds_weights(moments))
+            group.weights.mark_changed(cast=self._rounds_weights(moments))
             steps, missing = moments.step, [not grad.is_present for grad in group.param_grads]
             counters.append(steps)
             if any(missing):
                 self._uneven.add(group)
                 absent.append((steps, torch.tensor(missing, dtype=steps.dtype, device=steps.device)))
         return counters, absent
+
+    def _rounds_weights(self, moments: GroupMoments) -> bool:
+        """Whether a step also writes the group's weights in compute precision."""
+        return rounds_weights(moments)
 
     def _present(self, piece: UpdateRange) -> list[UpdateRange]:
         """The range if its parameters step together; else those of them that have a gradient."""
@@ -336,5 +350,5 @@ def _torch_groups(params: Iterable[Any]) -> list[NamedGroup]:
         members = [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
         plain = [member[1] if isinstance(member, tuple) else member for member in members]  # with names
         settings = {key: value for key, value in each.items() if key not in ("params", "name")}
-        made.append(NamedGroup(each.get("name", f"group {number}"), settings, plain))
+        made.append(NamedGroup(each.get("name", f"group {number}"), settings, plain))  # type: ignore[arg-type]
     return made

@@ -11,11 +11,12 @@ from fsdmoe.optim.adamw import AdamW
 from fsdmoe.optim.config import MomentDtype, OptimConfig, check_rounding
 from fsdmoe.optim.groups import make_groups
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, moment_bytes
+from fsdmoe.optim.muon import Muon, muon_bytes
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over flat shards, or plain SGD on the sharded parameters.
+    """AdamW or Muon over flat shards, or plain SGD on the sharded parameters.
 
     Args:
         model: From ``parallelize`` or ``fully_shard``.
@@ -26,6 +27,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.name == "sgd":
         made = make_groups(model, config.groups, lr=config.lr, weight_decay=0.0, decays=lambda *_: False)
         return torch.optim.SGD([group.for_torch() for group in made if group.params], lr=config.lr)
+    if config.name == "muon":
+        return Muon(
+            model,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            muon=config.muon,
+            groups=config.groups,
+            moment_dtype=_moment_policy(config, precision).formats,  # type: ignore[arg-type]
+        )
     return AdamW(
         model,
         lr=config.lr,
@@ -43,7 +55,8 @@ def count_state(config: OptimConfig, precision: PrecisionConfig) -> MomentCount:
     """What the optimizer of :func:`build_optimizer` will hold for groups of parameters: for plans."""
     if config.name == "sgd":
         return lambda groups, at: MomentBytes(0)  # it has no momentum
-    return moment_bytes(_moment_policy(config, precision))
+    policy = _moment_policy(config, precision)
+    return muon_bytes(policy, config.groups) if config.name == "muon" else moment_bytes(policy)
 
 
 def _moment_policy(config: OptimConfig, precision: PrecisionConfig) -> MomentPolicy:

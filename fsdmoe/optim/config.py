@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, get_args
 
@@ -10,6 +10,7 @@ from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refuse_together
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FSDPConfig
 from fsdmoe.optim.group_config import GroupConfig, group_problems
+from fsdmoe.optim.muon_config import MuonConfig
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.rules import one_of
 
@@ -22,9 +23,9 @@ MAX_BETA2: dict[str, float] = {"bfloat16": 0.995, "float8": 0.99}
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer; sgd (no momentum) is for comparing layouts: AdamW does not depend on the scale of
-    gradients."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Optimizer. muon: matrices by orthogonalised momentum, the rest by AdamW. sgd (no momentum) is for
+    comparing layouts: AdamW does not depend on the scale of gradients."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -50,6 +51,7 @@ class OptimConfig:
     state_prefetch: float = 0.65
     """With state_offload: of the moments in host memory, the share, 0 to 1, that the device has space for. It
     is copied during backward, the rest during forward. Less saves more memory, and costs time."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
     groups: tuple[GroupConfig, ...] = ()
     """Parameters with settings of their own, chosen by patterns over their names: a table [[optim.groups]] a
     group (docs/optimizers.md)."""
@@ -92,6 +94,11 @@ class OptimConfig:
                 "0; set that, or drop the line"
             )
         problems += group_problems(self.groups, self.name)
+        if self.name != "muon" and self.muon != MuonConfig():
+            problems.append(
+                f'optim.muon: expected optim.name = "muon", which it is about, got "{self.name}"; '
+                "set that, or drop [optim.muon]"
+            )
         if self.name != "sgd":
             betas = [group.betas[1] for group in self.groups if group.betas is not None]
             for beta2 in dict.fromkeys(beta2 for beta2 in (self.beta2, *betas) if beta2 < 1):
@@ -120,18 +127,26 @@ STATE_OFFLOAD = Feature(
 )  # fmt: skip
 STOCHASTIC_ROUNDING = choice("stochastic rounding", "precision.main_rounding", "stochastic", "nearest")
 SGD = choice("SGD", "optim.name", "sgd", "adamw")
+MUON = choice("Muon", "optim.name", "muon", "adamw")
+SMALL_MOMENTS = Feature(
+    name="moments in eight bits", key="optim.moment_dtype", shown='"float8"', off='"float32"',
+    is_on=lambda chosen: "float8" in chosen["optim"].moment_dtypes,
+)  # fmt: skip
 
 OFFLOADED_TWICE = Row(
     STATE_OFFLOAD, CPU_OFFLOAD, CANNOT, "all moments are in host memory already, where steps are taken"
 )
-ROUNDED_BY_SGD = Row(STOCHASTIC_ROUNDING, SGD, NOT_BUILT, "it is part of AdamW's step")
+ROUNDED_ROWS = (
+    Row(STOCHASTIC_ROUNDING, SGD, NOT_BUILT, "it is part of AdamW's step"),
+    Row(STOCHASTIC_ROUNDING, MUON, NOT_BUILT, "it is part of AdamW's step"),
+)
 """Rows of the table in :mod:`fsdmoe.config.compatibility` that optimizers refuse by themselves."""
 
 
 def check_rounding(name: str, precision: PrecisionConfig) -> None:
     """Refuse stochastic rounding of an optimizer that rounds to the nearest."""
     chosen = {"optim.name": name, "precision.main_rounding": precision.main_rounding}
-    refuse_together((ROUNDED_BY_SGD,), chosen)
+    refuse_together(ROUNDED_ROWS, chosen)
 
 
 def check_offload(share: float, fsdp: FSDPConfig, prefetched: float = 0.0) -> None:

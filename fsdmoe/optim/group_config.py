@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class GroupConfig:
     """AdamW: added to the root of the second moment; none: optim.eps."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; none: optim.warmup_steps."""
+    optimizer: Literal["muon", "adamw"] | None = None
+    """Muon: who updates them; none: Muon matrices, AdamW the rest, embeddings, heads and routers."""
     frozen: bool = False
     """They are not trained."""
 
@@ -74,6 +77,8 @@ def group_problems(groups: Sequence[GroupConfig], optimizer: str) -> list[str]:
             )
         if group.lr is not None and group.lr_scale is not None:
             problems.append(f"{key}.lr_scale: expected either lr or lr_scale, got both; drop one")
+        if group.optimizer is not None and optimizer != "muon":
+            problems.append(f'{key}.optimizer: expected optim.name = "muon", got "{optimizer}"; drop it')
         unread = [k for k in ("betas", "eps") if getattr(group, k) is not None and optimizer == "sgd"]
         problems += [
             f'{key}.{k}: expected optim.name = "adamw", got "sgd", which has none; drop it' for k in unread

@@ -20,7 +20,11 @@ from fsdmoe.optim.group_config import GroupConfig, group_problems
 from fsdmoe.rules import nearest
 
 DecayRule = Callable[[str, torch.Tensor], bool]
+MuonRule = Callable[[str, nn.Parameter, GroupConfig], bool]
+MUON = "muon"
+"""The key of parameter groups whose parameters are updated as matrices."""
 _NOT_DECAYED = " (not decayed)"
+_BY_MUON = " (muon)"
 
 
 @dataclass
@@ -108,8 +112,10 @@ def make_groups(
     lr: float,
     weight_decay: float,
     decays: DecayRule = is_matrix,
+    by_muon: MuonRule | None = None,
 ) -> list[NamedGroup]:
-    """Parameter groups, those of the rest first; the same on every rank, in the model's order."""
+    """Parameter groups, those of the rest first; the same on every rank, in the model's order. ``by_muon``
+    says which parameters are updated as matrices: they are in groups of their own."""
     found = assign(model, groups)
     unfrozen = [g for g in groups if g.frozen for p, own in found.items() if own is g and p.requires_grad]
     if unfrozen:
@@ -118,31 +124,38 @@ def make_groups(
             "parameters; call fsdmoe.optim.freeze(model, groups) before fsdmoe.parallelize"
         )
     rest = GroupConfig(name="rest")
-    made: dict[tuple[GroupConfig, bool], NamedGroup] = {
-        (rest, True): NamedGroup("decayed", {"weight_decay": weight_decay}),
-        (rest, False): NamedGroup("not decayed", {"weight_decay": 0.0}),
+    made: dict[tuple[GroupConfig, str], NamedGroup] = {
+        (rest, ""): NamedGroup("decayed", {"weight_decay": weight_decay}),
+        (rest, _NOT_DECAYED): NamedGroup("not decayed", {"weight_decay": 0.0}),
     }
+    if by_muon is not None:
+        made[rest, _BY_MUON] = NamedGroup(MUON, {"weight_decay": weight_decay, MUON: True})
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         group = found.get(parameter, rest)
-        is_decayed = decays(name, parameter) or group.weight_decay is not None
-        if (group, is_decayed) not in made:
-            made[group, is_decayed] = _group(group, lr, weight_decay, is_decayed=is_decayed)
-        made[group, is_decayed].params.append(parameter)
+        kind = "" if group.weight_decay is not None or decays(name, parameter) else _NOT_DECAYED
+        if by_muon is not None and by_muon(name, parameter, group):
+            kind = _BY_MUON
+        if (group, kind) not in made:
+            made[group, kind] = _group(group, lr, weight_decay, kind)
+        made[group, kind].params.append(parameter)
     return list(made.values())
 
 
-def _group(group: GroupConfig, lr: float, weight_decay: float, *, is_decayed: bool) -> NamedGroup:
+def _group(group: GroupConfig, lr: float, weight_decay: float, kind: str) -> NamedGroup:
     decay = weight_decay if group.weight_decay is None else group.weight_decay
-    settings: dict[str, Any] = {"weight_decay": decay if is_decayed else 0.0, "lr": group.rate(lr)}
-    settings |= {key: getattr(group, key) for key in ("betas", "eps") if getattr(group, key) is not None}
-    return NamedGroup(group.title + ("" if is_decayed else _NOT_DECAYED), settings)
+    settings: dict[str, Any] = {"weight_decay": 0.0 if kind == _NOT_DECAYED else decay, "lr": group.rate(lr)}
+    if kind == _BY_MUON:
+        settings[MUON] = True
+    else:
+        settings |= {key: getattr(group, key) for key in ("betas", "eps") if getattr(group, key) is not None}
+    return NamedGroup(group.title + kind, settings)
 
 
 def config_of(groups: Sequence[GroupConfig], name: str) -> GroupConfig | None:
     """Which of ``groups`` made the parameter group of this name; none: the rest."""
-    title = name.removesuffix(_NOT_DECAYED)
+    title = name.removesuffix(_NOT_DECAYED).removesuffix(_BY_MUON)
     return next((group for group in groups if group.title == title), None)
 
 
@@ -152,11 +165,12 @@ def group_lines(
     """A line for each group that has parameters: tensors, parameters, settings; and one for what is frozen.
     None where ``groups`` leave all parameters alike."""
     lines: dict[str, str] = {}
-    if not groups:
+    if not groups and not any(MUON in group for group in optimizer.param_groups):
         return lines
     for number, group in enumerate(optimizer.param_groups):
         if group["params"]:
-            settings = {k: group[k] for k in ("lr", "weight_decay", "betas", "eps") if k in group}
+            keys = ("lr", "weight_decay") if MUON in group else ("lr", "weight_decay", "betas", "eps")
+            settings = {key: group[key] for key in keys if key in group}
             shown = ", ".join(f"{key.replace('_', ' ')} {_shown(value)}" for key, value in settings.items())
             lines[f"group {group.get('name', number)}"] = f"{_counted(group['params'])}, {shown}"
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -171,6 +185,6 @@ def _shown(value: Any) -> str:
     return " ".join(f"{number:g}" for number in value) if isinstance(value, tuple) else f"{value:g}"
 
 
-def check_groups(groups: Sequence[GroupConfig]) -> None:
+def check_groups(groups: Sequence[GroupConfig], optimizer: str = "adamw") -> None:
     """Refuse groups that no model could have, for whoever builds an optimizer by hand."""
-    refuse(group_problems(groups, "adamw"))
+    refuse(group_problems(groups, optimizer))

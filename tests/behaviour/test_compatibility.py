@@ -100,10 +100,10 @@ def world_of(drawn: Draw) -> int:
     return int(axes.get("mesh.dp_outer", 1) * max(dense, expert))
 
 
-def config_of(drawn: Draw) -> Config:
+def config_of(drawn: Draw, **changes: Any) -> Config:
     """Not checked across sections."""
     problems: list[str] = []
-    chosen = {key: str(value) for key, value in (PLAIN | (settings_of(drawn) or {})).items()}
+    chosen = {key: str(value) for key, value in (PLAIN | (settings_of(drawn) or {}) | changes).items()}
     config, _ = compose(copy.deepcopy(TINY), chosen, problems)
     assert not problems
     return config

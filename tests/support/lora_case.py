@@ -62,7 +62,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(trained, lr=0.05)
     if hasattr(model, "_fsdmoe_engine"):
         return AdamW(model, lr=1e-2, weight_decay=0.0)
-    return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95))
+    return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
 
 
 def alone(

@@ -159,9 +159,7 @@ def one_process(family: str, optimizer: str, by_document: bool = False, num_laye
     materialize(model, torch.device("cpu"), Initializer(SEED, CASES[family].initializer_range, At()))
     optim: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATES["sgd"])
     if optimizer == "adamw":
-        optim = torch.optim.AdamW(
-            model.parameters(), lr=LEARNING_RATES["adamw"], betas=(0.9, 0.95), weight_decay=0.0
-        )
+        optim = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATES["adamw"], weight_decay=0.0)
     losses, gradients = [], {}
     for step in range(FEW):
         batch = rows_of(step)

@@ -104,7 +104,7 @@ def drop_one(index: int) -> tuple[float, float]:
     """Gradients, and weights after a step of fsdmoe's optimizer, where one gradient was set to None."""
     plain, model = models()
     ours = AdamW(model, lr=0.01, weight_decay=0.0)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
     for seed in range(3):
         backward(plain, model, seed)
         if seed == 1:

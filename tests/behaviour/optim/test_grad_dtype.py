@@ -71,7 +71,7 @@ def by_torch(
         leaf.grad = grad.float()
     groups = [{"params": [leaf], "weight_decay": 0.1 if leaf.dim() > 1 else 0.0} for leaf in leaves]
     if kind == "adamw":
-        torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)).step()
+        torch.optim.AdamW(groups, lr=1e-2).step()
     else:
         torch.optim.SGD(leaves, lr=1e-2).step()
     return [leaf.detach() for leaf in leaves]

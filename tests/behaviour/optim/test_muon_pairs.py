@@ -1,0 +1,95 @@
+"""Muon with each other feature: the losses of one process, or a refusal of the table."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdmoe.config import features as on
+from fsdmoe.config.compatibility import EXACT, TABLE, check_compatibility
+from fsdmoe.features import RIGHT, Feature
+from fsdmoe.fsdp.config import CPU_OFFLOAD, LEAN
+from fsdmoe.observe.metrics import read_metrics
+from fsdmoe.optim import Muon, MuonConfig
+from fsdmoe.optim.config import MUON, SMALL_MOMENTS, STATE_OFFLOAD
+from fsdmoe.testing import run_ranks
+from tests.behaviour.test_compatibility import PLAIN, SETTINGS, _train, config_of, world_of
+from tests.support import lora_case
+
+pytest.importorskip("peft")
+
+MUONS: dict[str, Any] = {"optim.name": "muon", "optim.muon.ns_dtype": "float32"}
+HERE = "tests/behaviour/optim/test_muon_pairs.py"
+
+
+def losses(world: int, **changes: Any) -> list[tuple[float, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(_train, world, folder, PLAIN | MUONS | changes)
+        rows = read_metrics(Path(folder) / "metrics.jsonl")
+    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+
+
+@functools.cache
+def alone() -> list[tuple[float, float]]:
+    return losses(1)
+
+
+def check(feature: Feature) -> None:
+    found = losses(max(2, world_of((feature,))), **SETTINGS[feature])
+    for mine, plain in zip(found, alone(), strict=True):
+        assert mine == pytest.approx(plain, rel=1e-5), feature.name
+
+
+TRAINED = [feature for feature in (*EXACT, CPU_OFFLOAD) if feature is not STATE_OFFLOAD]
+
+
+@pytest.mark.parametrize("feature", [CPU_OFFLOAD, LEAN, on.TENSOR_PARALLELISM], ids=lambda each: each.name)
+def test_a_feature_leaves_the_losses_of_muon_as_they_are(feature: Feature) -> None:
+    check(feature)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", TRAINED, ids=lambda each: each.name)
+def test_every_feature_leaves_the_losses_of_muon_as_they_are(feature: Feature) -> None:
+    check(feature)
+
+
+def test_the_table_has_a_row_for_each_of_them() -> None:
+    rows = {frozenset((row.feature, row.other)): row.verdict for row in TABLE}
+    for feature in TRAINED:
+        assert rows[frozenset((MUON, feature))] == RIGHT
+    for feature, keys in {
+        STATE_OFFLOAD: {"optim.state_offload": 0.5},
+        SMALL_MOMENTS: {"optim.moment_dtype": "float8"},
+    }.items():
+        assert rows[frozenset((MUON, feature))] != RIGHT
+        config = config_of((), **MUONS | keys)
+        assert [row.other for row, _ in check_compatibility(config)] == [feature]
+
+
+def test_weights_in_fp8_train_as_on_one_process() -> None:
+    fp8 = {"precision.recipe": "fp8_blockwise", "precision.emulate": "true"}
+    one, two = (losses(world, **fp8) for world in (1, 2))
+    assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], rel=1e-3)
+
+
+def adapters(mesh: dict[str, int]) -> lora_case.Steps:
+    made = lambda kind, model: Muon(model, lr=1e-2, muon=MuonConfig(ns_dtype="float32"))  # noqa: E731
+    before, lora_case.make_optimizer = lora_case.make_optimizer, made
+    try:
+        return lora_case.wrapped("qwen3_moe", "lora", "muon", 3, mesh)
+    finally:
+        lora_case.make_optimizer = before
+
+
+def test_adapters_train_as_on_one_process() -> None:
+    alone, apart = run_ranks(adapters, 1, {})[0], run_ranks(adapters, 2, {"ep": 2})[0]
+    assert apart[0] == pytest.approx(alone[0], rel=1e-5)
+    worst = max(float((apart[2][name] - whole).abs().max()) for name, whole in alone[2].items())
+    assert worst < 1e-4
+    assert torch.isfinite(torch.tensor(alone[0])).all()
