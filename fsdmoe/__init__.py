@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from fsdmoe.feed import Feed, join_batches
     from fsdmoe.fsdp import FSDPConfig, engine_of
     from fsdmoe.huggingface.accelerator import prepare_accelerator
-    from fsdmoe.huggingface.adapters import ExpertsSpec, register_moe_adapter
+    from fsdmoe.huggingface.adapters import register_moe_adapter
+    from fsdmoe.huggingface.expert_spec import ExpertsSpec
     from fsdmoe.huggingface.refit import iterate_weights
     from fsdmoe.huggingface.refit_link import send_weights
     from fsdmoe.huggingface.replay import routing_tape

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
-from fsdmoe.huggingface.adapters import ExpertsSpec
+from fsdmoe.huggingface.expert_spec import ExpertsSpec
 from fsdmoe.huggingface.lora import has_factors, magnitudes
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import Axis
@@ -56,7 +56,7 @@ def keep_frozen_in_codes(
         is_experts = spec is not None or isinstance(module, GroupedExperts)
         if not is_experts and part_of(name, module) is None:
             continue
-        if spec is not None and (spec.transposed or spec.interleaved):
+        if spec is not None and spec.is_reordered:
             continue
         marked = _mark(name, module, 3 if is_experts else 2, coding)
         num_marked += marked

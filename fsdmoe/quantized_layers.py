@@ -176,7 +176,7 @@ def _quantize_weights(
     their backward reads transposed weights."""
     scaling, forward = recipe.gather_scaling, parallel_forward_of(module)
     assert scaling is not None
-    if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
+    if forward is not None and forward.spec.is_reordered:
         return 0
     num_dims = 2 if isinstance(module, nn.Linear) else 3  # less: a bias
     own = module.named_parameters(recurse=False)

@@ -33,7 +33,8 @@ def split_parameters(module: nn.Module, placements: Mapping[str, Placement], mes
         whole = module.get_parameter(name)
         if isinstance(whole, DTensor) or tuple(whole.shape) != placement.global_shape:
             raise AssertionError(f"expected whole experts, got {name} {tuple(whole.shape)}: split already")
-        register_split(module, name, split_parameter(whole, placement, meshes))
+        owner, _, own = name.rpartition(".")
+        register_split(module.get_submodule(owner), own, split_parameter(whole, placement, meshes))
 
 
 def down_bias_start(hidden_size: int, meshes: Coordinates) -> int:

@@ -16,8 +16,9 @@ from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_moe_layers
 from fsdmoe.fsdp.dtensor import is_split_by_dtensors
 from fsdmoe.fsdp.materialize import InitFn
-from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts, warn_of_unknown_moe
+from fsdmoe.huggingface.adapters import find_experts, warn_of_unknown_moe
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
+from fsdmoe.huggingface.expert_spec import ExpertsSpec
 from fsdmoe.huggingface.fused_layers import FusedLayers
 from fsdmoe.huggingface.generation import generate_together
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers

@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdmoe.checkpoint.adapter_names import BASE, FACTORS, MAGNITUDE
 from fsdmoe.errors import ConfigError
-from fsdmoe.huggingface.adapters import ExpertsSpec
+from fsdmoe.huggingface.expert_spec import ExpertsSpec
 from fsdmoe.kernels.expert_operands import LowRankUpdates
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Cut, Placement, SplitMeshes, register_split, split_parameter
@@ -133,6 +133,11 @@ class ExpertAdapters:
     def __init__(self, model: nn.Module, name: str, spec: ExpertsSpec) -> None:
         self.spec = spec
         self._wrappers = list(_wrappers(model, name))
+        if self._wrappers and spec.num_identity:
+            raise ConfigError(
+                f"adapter.target_parameters: {path_around(name)} has identity experts next to the others; "
+                "adapters on such experts cannot be split; adapt attention alone"
+            )
         others = {wrapper.parameter_name for wrapper in self._wrappers} - {spec.gate_up, spec.down}
         if others:
             raise ConfigError(

@@ -108,8 +108,8 @@ def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
             found |= _run_as(module, "activation", parts)
         elif (experts := parallel_forward_of(module)) is not None and "experts" in parts:
             found.add("experts")
-            # Those with interleaved weights are run again as a whole in any case.
-            experts.policy = experts.policy._replace(recompute=not experts.spec.interleaved)
+            # Those with copied weights are run again as a whole in any case.
+            experts.policy = experts.policy._replace(recompute=not experts.spec.is_copied)
         elif (router := _router_in(module)) is not None and "router" in parts:
             found.add("router")
             rewrite(router[0], Rewrite.PART, _route, router[1], says="recomputed: router")

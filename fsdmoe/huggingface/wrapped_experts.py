@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.capturing import compute_again
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher, options_of
@@ -22,14 +22,15 @@ from fsdmoe.experts.moe import ExpertCompute
 from fsdmoe.experts.replay import Decision, RoutingTape
 from fsdmoe.experts.routed import Compute, RoutedExperts
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
-from fsdmoe.huggingface.adapters import ExpertsSpec
+from fsdmoe.huggingface.expert_spec import ExpertsSpec
 from fsdmoe.huggingface.lora import ExpertAdapters, path_around
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import later
 from fsdmoe.memory.calls import plain_calls
-from fsdmoe.mesh import Meshes
+from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import SplitMeshes
 from fsdmoe.rewrites import Rewrite, rewrite
+from fsdmoe.rules import divisor_problems
 
 
 class Enforced(Protocol):
@@ -53,7 +54,9 @@ class ParallelForward(ExpertCompute):
         self.module = module
         self.spec = adapters.spec
         self.adapters = adapters
-        self.policy = ExpertPolicy(self.spec.activation, sequential=sequential, spare_sms=routed.spare_sms)
+        self.policy = ExpertPolicy(
+            self.spec.activation, limit=self.spec.limit, sequential=sequential, spare_sms=routed.spare_sms
+        )
         self.memory_calls = plain_calls("experts")
         self._routed = routed
         self.down_bias_start = start
@@ -73,7 +76,10 @@ class ParallelForward(ExpertCompute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
-        x, ids, weights = (given[name] for name in self.spec.arguments)
+        return self.rows(*(given[name] for name in self.spec.arguments))
+
+    def rows(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The experts' output, in the shape of ``x``."""
         rows = Rows(
             x.reshape(-1, x.shape[-1]),
             weights.reshape(-1, weights.shape[-1]).float(),
@@ -83,15 +89,24 @@ class ParallelForward(ExpertCompute):
             self._follow(rows, self.routing, self.routing.replay)
         if self.counts_load:
             ids_N = rows.ids_RK.detach().flatten()
-            zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
+            zeros_E = torch.zeros(self.num_choices, device=ids_N.device)
             self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
-        return self._routed.run(rows, self._begin)[0].view(x.shape)
+        return self._run(rows).view(x.shape)
+
+    def _run(self, rows: Rows) -> Tensor:
+        """``y_TD``: rows to their experts and back."""
+        return self._routed.run(rows, self._begin)[0]
+
+    @property
+    def num_choices(self) -> int:
+        """Ids that a router may choose."""
+        return self.spec.num_experts + self.spec.num_identity
 
     def _follow(self, rows: Rows, routing: RoutingContext, tape: RoutingTape) -> None:
         """Record what the router chose, or see that it chose what was recorded."""
         if not tape.replays:
             decision = Decision(rows.ids_RK, rows.weights_RK, None)
-            tape.record(routing.place, decision, self.spec.num_experts)
+            tape.record(routing.place, decision, self.num_choices)
         elif (
             self.enforced is None
             or self.enforced.ids_TK is None
@@ -122,7 +137,7 @@ class ParallelForward(ExpertCompute):
         return compute if call is operator.call else functools.partial(call, compute)
 
     def _computing(self) -> Compute:
-        if self.spec.interleaved or not (self.dispatcher.crosses_ranks and self._may_be_late):
+        if self.spec.is_copied or not (self.dispatcher.crosses_ranks and self._may_be_late):
             return self._compute
         weights, active = self._weights(), self.adapters.active()
         late = later(weights.gate_up_E2ND, weights.down_EDN, self._routed.transfer_sms)
@@ -141,7 +156,7 @@ class ParallelForward(ExpertCompute):
     def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
         # Asked now: backward may make the weights again when other adapters are switched on.
         active = self.adapters.active()
-        if self.spec.interleaved and torch.is_grad_enabled():
+        if self.spec.is_copied and torch.is_grad_enabled():
             # The kernels read a re-ordered copy of the weights. Kept until backward, the layers' copies would
             # be the whole model unsharded; they are made again instead.
             return compute_again(self._experts, rows, max_rows, active)
@@ -152,11 +167,52 @@ class ParallelForward(ExpertCompute):
         return self._mlp(rows, self._weights(), self.policy, max_rows, updates)
 
 
+class IdentityForward(ParallelForward):
+    """Of experts some of which return their rows: those are added where the token is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        num_experts, unit = self.spec.num_experts, self.spec.ep_unit
+        ep = self.dispatcher.links.ep.size
+        # A rank has its share of every unit (:meth:`ExpertsSpec.placements`), the dispatcher counts ranks.
+        places = torch.arange(num_experts).view(-1, ep, unit // ep).transpose(0, 1).flatten().argsort()
+        self._places = torch.cat((places, places.new_full((self.spec.num_identity,), -1)))
+
+    def _run(self, rows: Rows) -> Tensor:
+        self._places = self._places.to(rows.ids_RK.device)
+        is_other = rows.ids_RK < self.spec.num_experts
+        own_R1 = rows.weights_RK.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
+        y_RD = super()._run(rows._replace(ids_RK=self._places[rows.ids_RK]))
+        return y_RD + (rows.x_RD * own_R1).to(y_RD.dtype)
+
+
+class NormedForward(ParallelForward):
+    """Of experts whose outputs pass a norm before they are weighted: each choice is a row of its own."""
+
+    def _computing(self) -> Compute:
+        return self._compute
+
+    def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:
+        x_RD, weights_RK, ids_RK = rows
+        top_k = ids_RK.shape[1]
+        ids_N1 = ids_RK.reshape(-1, 1)
+        each = Rows(x_RD.repeat_interleave(top_k, 0), torch.ones_like(ids_N1, dtype=torch.float32), ids_N1)
+        y_ND = super()._experts(each, max_rows, active)
+        y_ND = self.module.get_submodule(self.spec.output_norm or "")(y_ND)
+        return (y_ND.unflatten(0, (-1, top_k)) * weights_RK.unsqueeze(-1)).sum(1).to(x_RD.dtype)
+
+
 def split_wrapped_experts(model: nn.Module, name: str, spec: ExpertsSpec, at: SplitMeshes) -> ExpertAdapters:
     """Leave the experts at ``name`` and the adapters around them, which are returned, with their parts."""
     adapters = ExpertAdapters(model, name, spec)
     bias_width = 0 if spec.down_bias is None else spec.hidden_size
     check_split(at, num_experts=spec.num_experts, width=spec.intermediate_size, bias_width=bias_width)
+    refuse(divisor_problems("mesh.ep", at.size(Axis.EP), {"identity experts": spec.num_identity}))
+    if at.size(Axis.ETP) > 1 and (spec.up is not None or spec.output_norm is not None):
+        raise ConfigError(
+            f"mesh.etp: expected 1, since the width of {name} ({type(model.get_submodule(name)).__name__}) "
+            f"cannot be split, got {at.size(Axis.ETP)}; set mesh.etp = 1 and a larger mesh.ep"
+        )
     split_parameters(model.get_submodule(name), spec.placements(), at)
     adapters.split(at)
     return adapters
@@ -181,16 +237,39 @@ def parallelize_wrapped_experts(
         raise AssertionError("sub-batches of a wrapped model, which fsdmoe.config.compatibility refuses")
     is_sequential = experts.compute == "sequential"
     routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
-    forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)
+    kind = _kind_of(spec)
+    forward = kind(module, adapters, routed, start=start, sequential=is_sequential)
     module.parallel_forward = forward  # type: ignore[assignment]
     module.memory_calls = forward.memory_calls  # type: ignore[assignment]
-    rewrite(module, Rewrite.EXPERTS, _forward)
+    rewrite(module, Rewrite.EXPERTS, _routed_block if spec.weights_inputs else _forward)
     return choice
+
+
+def _kind_of(spec: ExpertsSpec) -> type[ParallelForward]:
+    if spec.num_identity and spec.output_norm is not None:
+        raise ConfigError("experts: expected identity experts or a norm of outputs, got both in one module")
+    if spec.num_identity:
+        return IdentityForward
+    return ParallelForward if spec.output_norm is None else NormedForward
 
 
 @torch.compiler.disable(reason="kernels of their own, messages between ranks, counts of every batch")
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     return module.parallel_forward(*args, **kwargs)
+
+
+@torch.compiler.disable(reason="kernels of their own, messages between ranks, counts of every batch")
+def _routed_block(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """A block whose experts get inputs times weights. Its own forward computes every expert for every token;
+    where the weight is zero, so are output and gradient, and such rows are left out."""
+    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores_TE, logits_TE = module.router(x_TD)
+    weights_TK, ids_TK = scores_TE.topk(module.router.top_k, dim=-1)
+    x_ND = (x_TD.unsqueeze(1) * weights_TK.unsqueeze(-1)).flatten(0, 1)
+    ids_N1 = ids_TK.reshape(-1, 1)
+    y_ND = module.parallel_forward.rows(x_ND, ids_N1, torch.ones_like(x_ND[:, :1]))
+    y_TD = y_ND.unflatten(0, weights_TK.shape).sum(1)
+    return module.shared_expert(x_TD) + y_TD, logits_TE
 
 
 def parallel_forward_of(module: nn.Module) -> ParallelForward | None:

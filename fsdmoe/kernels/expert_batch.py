@@ -77,7 +77,7 @@ def all_experts_at_once(
     dtype = summed_in(x_RD)
     weight_EC = at.spread(weights_RK[at.row_A, at.k_A]).unsqueeze(-1)
     z_EC2N = _plus(first(at.spread(x_RD[at.row_A])), weights.gate_up_bias)
-    h_ECN = activate(z_EC2N.to(dtype), policy.activation)
+    h_ECN = activate(z_EC2N.to(dtype), policy.activation, policy.limit)
     if not policy.weight_after:
         h_ECN = h_ECN * weight_EC
     elif weights.gate_up_bias is not None:  # padding has no weight to become zero by

@@ -29,7 +29,7 @@ def loop_over_experts(
     for expert in range(num_experts):
         row, k = (ids_RK == expert).nonzero(as_tuple=True)
         weight = weights_RK[row, k].unsqueeze(-1)
-        h = activate(first(expert, x_RD[row]).to(y_RD.dtype), policy.activation)
+        h = activate(first(expert, x_RD[row]).to(y_RD.dtype), policy.activation, policy.limit)
         if policy.weight_after:
             y = second(expert, h.to(x_RD.dtype), None) * weight
         else:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
-from fsdmoe.kernels.activations import activation_of
+from fsdmoe.kernels.activations import GPT_OSS_LIMIT, activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
@@ -110,7 +110,8 @@ def _experts_mlp_fused(
     # Where there are biases they are gpt-oss's: the kernels' other activation.
     is_known = (gate_up_bias is None and down_bias is None) or policy.activation == "gpt_oss"
     has_updates = updates.gate_up_a is not None or updates.down_a is not None
-    fused = triton_for(rows.x_RD) if is_known and not policy.weight_after else None
+    fuses = is_known and not policy.weight_after and policy.limit == GPT_OSS_LIMIT
+    fused = triton_for(rows.x_RD) if fuses else None
     if (
         fused is not None
         and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation)
@@ -162,7 +163,8 @@ def _products_of_values(
     values = [rows.x_RD.new_empty((1, *shape[1:])) for shape in shapes]
     is_known = (weights.gate_up_bias is None and weights.down_bias is None) or policy.activation == "gpt_oss"
     has_updates = updates.gate_up_a is not None or updates.down_a is not None
-    fused = triton_for(rows.x_RD) if is_known and not policy.weight_after else None
+    fuses = is_known and not policy.weight_after and policy.limit == GPT_OSS_LIMIT
+    fused = triton_for(rows.x_RD) if fuses else None
     if (
         fused is not None
         and fused.supports(rows.x_RD, *values, policy.activation)
@@ -174,7 +176,10 @@ def _products_of_values(
             spare_sms=policy.spare_sms, wgrad_spare_sms=policy.spare_sms,
         )  # fmt: skip
         return products, weights.down_bias is not None
-    return GroupedProducts(policy.activation, policy.weight_after, policy.recompute, max_rows), False
+    grouped = GroupedProducts(
+        policy.activation, policy.limit, policy.weight_after, policy.recompute, max_rows
+    )
+    return grouped, False
 
 
 def add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:

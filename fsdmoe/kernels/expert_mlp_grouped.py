@@ -45,7 +45,9 @@ def experts_mlp_grouped(
     updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """``experts_mlp`` in plain torch."""
-    products = GroupedProducts(policy.activation, policy.weight_after, policy.recompute, max_rows)
+    products = GroupedProducts(
+        policy.activation, policy.limit, policy.weight_after, policy.recompute, max_rows
+    )
     late = policy.late if updates.gate_up_a is None and updates.down_a is None else None
     return compute_experts(products, rows, weights, updates, late)
 
@@ -66,6 +68,7 @@ class GroupedProducts(NamedTuple):
     """See :class:`~fsdmoe.kernels.expert_autograd.ExpertProducts`."""
 
     activation: str
+    limit: float
     weight_after: bool
     recompute: bool
     max_rows: int | None
@@ -77,7 +80,7 @@ class GroupedProducts(NamedTuple):
         gate_up = _projection(given.gate_up_E2ND, given.gate_up_a, given.gate_up_b)
         z_M2N = _pre_activation(given, gate_up, permutation)
         weights_M1 = take_assignments(given.weights_RK, permutation).unsqueeze(-1)
-        h_MN = activate(_wide(z_M2N), self.activation)
+        h_MN = activate(_wide(z_M2N), self.activation, self.limit)
         if not self.weight_after:
             h_MN *= weights_M1
         kept = PreActivation(None if self.recompute else z_M2N), permutation
@@ -110,7 +113,7 @@ class GroupedProducts(NamedTuple):
             z_M2N = _pre_activation(given, gate_up, permutation)
         z_wide = _wide(z_M2N)
         del z_M2N
-        h_MN = activate(z_wide, self.activation)
+        h_MN = activate(z_wide, self.activation, self.limit)
         if grads.weights_RK is not None:
             dweights_M = (dh_MN * h_MN).sum(-1)
             if given.down_bias is not None:
@@ -118,7 +121,8 @@ class GroupedProducts(NamedTuple):
                 dweights_M += (_wide(dy_MD) * bias_MD).sum(-1)
                 del bias_MD
             grads.weights_RK.put(put_assignments(dweights_M, permutation))
-        dz_M2N = activate_backward(z_wide, dh_MN.mul_(weights_M1), self.activation).to(dtype)
+        dh_MN.mul_(weights_M1)
+        dz_M2N = activate_backward(z_wide, dh_MN, self.activation, self.limit).to(dtype)
         del dh_MN, z_wide
         if grads.down_bias is not None:
             grads.down_bias.put(_expert_sums(dy_MD, weights_M1, ends_E))

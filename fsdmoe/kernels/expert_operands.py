@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fsdmoe.kernels.activations import GPT_OSS_LIMIT
 from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.precision.formats import Recipe
 from fsdmoe.precision.operand_state import OperandState
@@ -39,7 +40,7 @@ class ExpertWeights(NamedTuple):
     """The parameters of this rank's experts."""
 
     gate_up_E2ND: Tensor
-    """``[E, 2N, D]``: all gates before all ups."""
+    """``[E, 2N, D]``: all gates before all ups. ``[E, N, D]`` of experts without gates."""
     down_EDN: Tensor
     gate_up_bias: Tensor | None = None
     """``[E, 2N]``."""
@@ -82,6 +83,8 @@ class ExpertPolicy(NamedTuple):
     """Weights are frozen and kept as codes (``precision.frozen_dtype``): values are made for each call."""
     spare_sms: int = 0
     """Multiprocessors that products leave to concurrent transfers."""
+    limit: float = GPT_OSS_LIMIT
+    """Of activations that clamp."""
     late: LateGrads | None = None
     """Where backward leaves the computation of weight gradients; None computes them at once. Only where both
     projections get one, and where a kernel or plain torch computes in the precision of the weights."""

@@ -112,7 +112,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {
         "num_layers": 1, "num_hidden_layers": 2, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 16,
-        "zero_expert_num": 2, **_EVERY_HEAD,
+        "zero_expert_num": 4, **_EVERY_HEAD,
     },
     "mellum": {**_WINDOWS, **_ALL_SPARSE},
     "mimo_v2_flash": {**_WINDOWS, **_DENSE_THEN_SPARSE},

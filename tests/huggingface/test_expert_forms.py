@@ -1,0 +1,80 @@
+"""Which experts of transformers are recognised, and as what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdmoe.huggingface.adapters import find_experts, find_unknown_moe
+from fsdmoe.huggingface.expert_spec import ExpertsSpec
+from fsdmoe.testing import requires_transformers
+from tests.support.moe_families import MODEL_TYPES, is_installed, tiny_model
+
+pytestmark = requires_transformers
+
+# What differs from fused SwiGLU experts whose gates lie before their ups.
+FORMS: dict[str, dict[str, Any]] = {
+    "aria_text": {"transposed": True},
+    "dbrx": {"gate_up": "mlp.w1", "up": "mlp.v1", "down": "mlp.w2"},
+    "deepseek_v4": {"activation": "swiglu_clamped", "limit": 10.0},
+    "gemma4_text": {"activation": "geglu_tanh"},
+    "glm5_next": {"activation": "swiglu_clamped", "limit": 10.0},
+    "gpt_oss": {"activation": "gpt_oss", "transposed": True, "interleaved": True},
+    "hy_v4": {"activation": "swiglu_clamped", "limit": 10.0},
+    "llama4_text": {"weights_inputs": True, "transposed": True},
+    "longcat_flash": {"num_identity": 4},
+    "minimax_m3_vl_text": {"activation": "gpt_oss"},
+    "muse_spark": {"output_norm": "post_expert_norm"},
+    "nemotron_h": {"activation": "relu2", "gate_up": "up_proj"},
+    "step3p7": {"activation": "swiglu_clamped_after", "limit": 7.0},
+}
+WATCHED = (
+    "activation", "limit", "up", "transposed", "interleaved", "num_identity", "output_norm", "weights_inputs",
+)  # fmt: skip
+NOT_SPLIT = ("doge", "jetmoe")
+QUICK = ("dbrx", "deepseek_v4", "gemma4_text", "gpt_oss", "llama4_text", "longcat_flash", "nemotron_h")
+
+
+def form_of(family: str, **changes: Any) -> dict[str, Any]:
+    """The fields that differ from the usual ones, alike in all layers."""
+    model = tiny_model(family, **changes)
+    specs = find_experts(model)
+    assert find_unknown_moe(model, specs) == {}
+    usual = ExpertsSpec(num_experts=1, hidden_size=1, intermediate_size=1)
+    names = [*WATCHED, *({"gate_up", "down"} & FORMS.get(family, {}).keys())]
+    found = [{name: getattr(spec, name) for name in names} for spec in specs.values()]
+    assert all(form == found[0] for form in found)
+    return {name: value for name, value in found[0].items() if value != getattr(usual, name)}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MODEL_TYPES]
+)
+def test_the_experts_of_a_family_are_recognised(family: str) -> None:
+    if not is_installed(family):
+        pytest.skip(f"this transformers has no {family}")
+    if family in NOT_SPLIT:
+        assert find_experts(tiny_model(family)) == {}
+        return
+    usual = ExpertsSpec(num_experts=1, hidden_size=1, intermediate_size=1)
+    wanted = FORMS.get(family, {})
+    assert form_of(family) == {key: value for key, value in wanted.items() if value != getattr(usual, key)}
+
+
+@pytest.mark.parametrize("limit", [0.5, 20.0, 1000.0])
+def test_a_limit_is_found_however_large(limit: float) -> None:
+    assert form_of("deepseek_v4", swiglu_limit=limit) == {"activation": "swiglu_clamped", "limit": limit}
+
+
+def test_an_activation_that_is_not_known_is_not_taken_for_another() -> None:
+    model = tiny_model("qwen3_moe", hidden_act="relu")
+    assert find_experts(model) == {}
+    assert list(find_unknown_moe(model, ())) == ["Qwen3MoeExperts"]
+
+
+def test_models_on_the_meta_device_are_recognised() -> None:
+    with torch.device("meta"):
+        model: Any = tiny_model("deepseek_v4")
+    assert {spec.activation for spec in find_experts(model).values()} == {"swiglu_clamped"}
