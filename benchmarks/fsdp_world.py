@@ -61,7 +61,10 @@ def _scatter(out: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def _exchange(out: torch.Tensor, full: torch.Tensor) -> None:
-    out.copy_(full)
+    """What is sent comes back; a rank may receive more or less than it sends."""
+    common = min(out.numel(), full.numel())
+    out.view(-1)[:common].copy_(full.reshape(-1)[:common])
+    out.view(-1)[common:].zero_()
 
 
 def _all_reduce(

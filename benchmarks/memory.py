@@ -98,7 +98,9 @@ class Bench:
         self.model: Decoder = parallelize(build_model(config), meshes, policy)
         self.model.lm_head.is_lean = True  # for all alike: the peak is then that of the layers
         self.layers: list[nn.Module] = [*self.model.model.layers, *self.model.model.mtp_layers]
-        self.optimizer = AdamW(self.model, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, moment_dtype=getattr(torch, dtype))
+        self.optimizer = AdamW(
+            self.model, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, moment_dtype=getattr(torch, dtype)
+        )
         self.pool = PinnedPool(device=self.device)
         random = torch.Generator().manual_seed(0)
         shape = (args.batch, args.length)

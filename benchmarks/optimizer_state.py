@@ -133,7 +133,12 @@ def main() -> int:
     for index in args.rows:
         kept, share, prefetched, times = ROWS[index]
         optimizer = AdamW(
-            model, lr=1e-5, betas=(0.9, 0.95), moment_dtype=FORMATS[kept], state_offload=share, state_prefetch=prefetched
+            model,
+            lr=1e-5,
+            betas=(0.9, 0.95),
+            moment_dtype=FORMATS[kept],
+            state_offload=share,
+            state_prefetch=prefetched,
         )
         row = measure(model, tokens, optimizer, times, args.steps)
         del optimizer

@@ -80,6 +80,7 @@ def finish(config: Config, meshes: Meshes) -> tuple[list[Row], int]:
 PROGRAMS: dict[str, dict[str, Any]] = {
     "packed rows": {},
     "one micro-batch": {"train__global_batch_size": 2},
+    "Muon": {"optim__name": "muon"},
     "masked rows": {"context_parallel__varlen": "never"},
     "recomputed parts": {"memory__recompute": '["norms", "experts", "router"]'},
     "recomputed layers": {"memory__recompute": "layer"},
@@ -107,7 +108,7 @@ def test_a_run_with_graphs_is_the_run_without(tmp_path: Path, meshes: Meshes, na
 
 LAYERED: dict[str, dict[str, Any]] = {
     name: PROGRAMS[name]
-    for name in ("packed rows", "masked rows", "shared experts, MLA, MTP", "sinks and windows")
+    for name in ("packed rows", "masked rows", "Muon", "shared experts, MLA, MTP", "sinks and windows")
 } | {
     "recomputed experts": {"memory__recompute": '["experts", "router"]'},
     "biases, plain kernels": {"model__attention_bias": "true", "train__kernels": "torch"},

@@ -21,7 +21,8 @@ from tests.support.moment_case import backward, build
 from tests.support.muon_reference import ReferenceMuon
 from tests.support.tiny_modules import reference
 
-SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.2}
+# AdamW's first updates are the sign of even the tiniest gradient, unless eps is large.
+SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.2}
 LEFT = ("embed.weight", "head.weight", "gate.weight")
 
 
