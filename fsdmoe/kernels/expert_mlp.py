@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
-from fsdmoe.kernels.activations import GPT_OSS_LIMIT, activation_of
+from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
@@ -107,11 +107,8 @@ def _experts_mlp_fused(
 ) -> Tensor:
     """One kernel a projection where there is one for these experts, else grouped products."""
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
-    # Where there are biases they are gpt-oss's: the kernels' other activation.
-    is_known = (gate_up_bias is None and down_bias is None) or policy.activation == "gpt_oss"
     has_updates = updates.gate_up_a is not None or updates.down_a is not None
-    fuses = is_known and not policy.weight_after and policy.limit == GPT_OSS_LIMIT
-    fused = triton_for(rows.x_RD) if fuses else None
+    fused = None if policy.weight_after else triton_for(rows.x_RD)
     if (
         fused is not None
         and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation)
@@ -122,8 +119,8 @@ def _experts_mlp_fused(
         else:
             y_RD = fused.experts_mlp_triton(
                 *rows, gate_up_E2ND, down_EDN, gate_up_bias=gate_up_bias,
-                activation=policy.activation, max_rows=max_rows, recompute=policy.recompute,
-                spare_sms=policy.spare_sms, late=policy.late,
+                activation=policy.activation, limit=policy.limit, max_rows=max_rows,
+                recompute=policy.recompute, spare_sms=policy.spare_sms, late=policy.late,
             )  # fmt: skip
         return y_RD if down_bias is None else add_weighted_bias(y_RD, rows, down_bias)
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
@@ -161,10 +158,8 @@ def _products_of_values(
         for codes, own in zip((weights.gate_up_E2ND, weights.down_EDN), scales, strict=True)
     ]
     values = [rows.x_RD.new_empty((1, *shape[1:])) for shape in shapes]
-    is_known = (weights.gate_up_bias is None and weights.down_bias is None) or policy.activation == "gpt_oss"
     has_updates = updates.gate_up_a is not None or updates.down_a is not None
-    fuses = is_known and not policy.weight_after and policy.limit == GPT_OSS_LIMIT
-    fused = triton_for(rows.x_RD) if fuses else None
+    fused = None if policy.weight_after else triton_for(rows.x_RD)
     if (
         fused is not None
         and fused.supports(rows.x_RD, *values, policy.activation)
@@ -172,8 +167,8 @@ def _products_of_values(
     ):
         kind = fused.LowRankProducts if has_updates else fused.FusedProducts
         products = kind(
-            max_rows=max_rows, recompute=policy.recompute, clamped=policy.activation == "gpt_oss",
-            spare_sms=policy.spare_sms, wgrad_spare_sms=policy.spare_sms,
+            max_rows=max_rows, recompute=policy.recompute, activation=policy.activation,
+            limit=policy.limit, spare_sms=policy.spare_sms, wgrad_spare_sms=policy.spare_sms,
         )  # fmt: skip
         return products, weights.down_bias is not None
     grouped = GroupedProducts(

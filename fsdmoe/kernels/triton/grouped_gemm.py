@@ -1,13 +1,13 @@
 """Grouped GEMMs over rows sorted by expert: persistent loops, operands and results through TMA.
 
     ``project``      out[m] = a[m] @ w[e]^T  or  a[m] @ w[e]        (second projection, both input gradients)
-    ``gate_up``      pre[m] = x[m] @ w1[e]^T + b1[e], act[m] = p[m] · silu(gate) · up, in one pass
+    ``gate_up``      pre[m] = x[m] @ w1[e]^T + b1[e], act[m] = p[m] · φ(gate) · linear(up), in one pass
 
 e is the expert that row m belongs to. Every segment is a whole number of tiles (see ``row_map``), so a tile
 has one expert and its stores need no mask. Each program walks tiles with the stride of the grid; the
 flattened loop lets the loads of the next tile start under the epilogue of this one. In ``gate_up`` the
 weight is seen as [E, 2, N, D] and one accumulator holds matching gate and up columns side by side, so
-SwiGLU needs nothing from another tile; the pre-activation is stored as two planes [2, M, N], and the
+the activation needs nothing from another tile; the pre-activation is stored as two planes [2, M, N], and the
 descriptor then clips any N.
 
 Either may add a low-rank term, ``narrow[m] @ factor[e]``, before its epilogue: one more step of the depth.
@@ -22,9 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fsdmoe.kernels.activations import GPT_OSS_LIMIT
 from fsdmoe.kernels.triton.launch import QuickLaunch, describe, num_programs
 from fsdmoe.kernels.triton.row_map import GatheredRows, RowMap
-from fsdmoe.kernels.triton.swiglu import gated
+from fsdmoe.kernels.triton.swiglu import activated
 from fsdmoe.kernels.triton.tile_store import store_tile
 from fsdmoe.kernels.triton.tiles import Tile, rank_block
 
@@ -34,8 +35,8 @@ class GateUp(NamedTuple):
 
     weight_E2ND: torch.Tensor
     bias_E2N: torch.Tensor | None = None
-    clamped: bool = False
-    """gpt-oss's activation instead of SwiGLU."""
+    activation: str = "swiglu"
+    limit: float = GPT_OSS_LIMIT
 
 
 class LowRankTerm(NamedTuple):
@@ -155,7 +156,8 @@ def _gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     tiles_n = tl.cdiv(n, HALF_N)
     num_tiles = tl.load(offsets_ptr + num_experts) // BLOCK_M * tiles_n
@@ -188,8 +190,8 @@ def _gate_up_kernel(
             pre_desc.store([capacity + row, tile_n * HALF_N], up.to(pre_desc.dtype))
         source = tl.load(source_ptr + rows)
         weight = tl.load(weights_ptr + source, mask=source >= 0, other=0.0).to(tl.float32)
-        _, silu, linear = gated(gate, up, CLAMPED)
-        act = silu * linear * weight[:, None]
+        phi, _, linear, _ = activated(gate, up, ACTIVATION, LIMIT)
+        act = phi * linear * weight[:, None]
         # Gathered padding repeats a real row; selecting (not multiplying) keeps even an infinity out of it.
         act = tl.where((source >= 0)[:, None], act, 0.0)
         act_desc.store([row, tile_n * HALF_N], act.to(act_desc.dtype))
@@ -317,7 +319,8 @@ def gate_up(
         HAS_BIAS=first.bias_E2N is not None,
         RANK=rank,
         RANKS=ranks,
-        CLAMPED=first.clamped,
+        ACTIVATION=first.activation,
+        LIMIT=first.limit,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

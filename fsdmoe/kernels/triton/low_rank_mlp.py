@@ -59,7 +59,8 @@ def experts_mlp_low_rank(
     products = LowRankProducts(
         max_rows=max_rows,
         recompute=policy.recompute,
-        clamped=policy.activation == "gpt_oss",
+        activation=policy.activation,
+        limit=policy.limit,
         spare_sms=policy.spare_sms,
         wgrad_spare_sms=policy.spare_sms,
     )
@@ -124,8 +125,9 @@ class LowRankProducts(FusedProducts):
             term=_term(dy_MQ, given.down_a),
         )  # fmt: skip
         dpre_M2N = swiglu_backward_(
-            pre_2MN, dact_MN, given.weights_RK, row_map, dweights_RK, clamped=self.clamped
-        )
+            pre_2MN, dact_MN, given.weights_RK, row_map, dweights_RK,
+            activation=self.activation, limit=self.limit,
+        )  # fmt: skip
         if grads.weights_RK is not None:
             grads.weights_RK.put(dweights_RK)
         dpre_MQ = self._narrow(dpre_M2N, given.gate_up_b, row_map, transposed=False)
@@ -177,7 +179,7 @@ class LowRankProducts(FusedProducts):
         """The pre-activation if ``keep``, and the weighted activation."""
         gathered = isinstance(rows, GatheredRows)
         x = rows.x_RD if isinstance(rows, GatheredRows) else rows
-        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.clamped)
+        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
         return gate_up(
             x, given.weights_RK, first, row_map, gathered=gathered, store_pre=keep,
             tile=_with_term(tiles.project), term=_term(x_MQ, given.gate_up_b),

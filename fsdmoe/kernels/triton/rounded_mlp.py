@@ -30,7 +30,7 @@ from fsdmoe.kernels.triton.round_kernels import (
     supports_scaling,
 )
 from fsdmoe.kernels.triton.row_map import RowMap
-from fsdmoe.kernels.triton.swiglu import gated
+from fsdmoe.kernels.triton.swiglu import activated
 from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile
 from fsdmoe.kernels.triton.weight_grad import weight_grad
@@ -109,8 +109,8 @@ def _activate_kernel(
         at = rows.to(tl.int64)[:, None] * n + columns[None, :]
         gate = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(pre_ptr + capacity.to(tl.int64) * n + at, mask=inside, other=0.0).to(tl.float32)
-        _, silu, linear = gated(gate, up, False)
-        tl.store(act_ptr + at, (silu * linear * weight).to(act_ptr.dtype.element_ty), mask=inside)
+        phi, _, linear, _ = activated(gate, up, "swiglu", 0.0)
+        tl.store(act_ptr + at, (phi * linear * weight).to(act_ptr.dtype.element_ty), mask=inside)
 
 
 def supports_rounded(

@@ -1,7 +1,6 @@
-"""SwiGLU × router weight, backward: everything recomputed from the stored pre-activation.
+"""Activation × router weight, backward: everything recomputed from the stored pre-activation.
 
-    act = p · silu(gate) · up                                  SwiGLU
-    act = p · g · sigmoid(1.702 g) · (u + 1)                   gpt-oss: g = min(gate, 7), u = up within ±7
+    act = p · φ(gate) · linear(up)        φ and linear: by the activation's name (``kernels/activations.py``)
 
     reads   gate, up (bf16), the gradient of act
     writes  the gradient of the pre-activation [M, 2N] (gate columns first: the layout of the weight), act
@@ -17,26 +16,56 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.activations import GPT_OSS_ALPHA, GPT_OSS_LIMIT
+from fsdmoe.kernels.activations import GELU_CUBE, GELU_SCALE, GPT_OSS_ALPHA, GPT_OSS_LIMIT
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
 
 _ALPHA = tl.constexpr(GPT_OSS_ALPHA)
-_LIMIT = tl.constexpr(GPT_OSS_LIMIT)
+_GELU_TWICE = tl.constexpr(2 * GELU_SCALE)
+_GELU_CUBE = tl.constexpr(GELU_CUBE)
+_GELU_SLOPE = tl.constexpr(3 * GELU_CUBE)
+_ROOT_HALF = tl.constexpr(0.7071067811865476)
+_NORMAL_PEAK = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 
 
 @triton.jit
-def gated(gate, up, CLAMPED: tl.constexpr):
-    """The gate's sigmoid, and the two factors of the activation."""
-    if CLAMPED:
-        # By selection: a minimum of a NaN and the limit would be the limit.
-        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
-        sigmoid = tl.sigmoid(gate * _ALPHA)
-        linear = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1
+def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """φ(gate) and its derivative, linear(up) and its derivative. What a kernel does not use is not computed.
+
+    Limits by selection: a minimum of a NaN and the limit would be the limit.
+    """
+    linear = up
+    dlinear = tl.full(up.shape, 1.0, tl.float32)
+    if ACTIVATION == "gpt_oss" or ACTIVATION == "swiglu_clamped" or ACTIVATION == "swiglu_clamped_after":
+        linear = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        dlinear = tl.where(tl.abs(up) > LIMIT, 0.0, dlinear)
+    within = gate
+    if ACTIVATION == "gpt_oss" or ACTIVATION == "swiglu_clamped":
+        within = tl.where(gate > LIMIT, LIMIT, gate)
+    if ACTIVATION == "geglu":
+        cdf = 0.5 + 0.5 * tl.erf(gate * _ROOT_HALF)
+        phi = gate * cdf
+        dphi = cdf + gate * tl.exp(-0.5 * gate * gate) * _NORMAL_PEAK
+    elif ACTIVATION == "geglu_tanh":
+        square = gate * gate
+        cdf = tl.sigmoid(gate * _GELU_TWICE * (square * _GELU_CUBE + 1))  # (1 + tanh(u)) / 2
+        phi = gate * cdf
+        dphi = cdf + phi * (1 - cdf) * _GELU_TWICE * (square * _GELU_SLOPE + 1)
+    elif ACTIVATION == "gpt_oss":
+        sigmoid = tl.sigmoid(within * _ALPHA)
+        phi = within * sigmoid
+        dphi = sigmoid + phi * _ALPHA * (1 - sigmoid)
+        linear = linear + 1
     else:
-        sigmoid = tl.sigmoid(gate)
-        linear = up
-    return sigmoid, gate * sigmoid, linear
+        sigmoid = tl.sigmoid(within)
+        phi = within * sigmoid
+        dphi = sigmoid + phi * (1 - sigmoid)
+    if ACTIVATION == "gpt_oss" or ACTIVATION == "swiglu_clamped":
+        dphi = tl.where(gate > LIMIT, 0.0, dphi)
+    if ACTIVATION == "swiglu_clamped_after":
+        dphi = tl.where(phi > LIMIT, 0.0, dphi)
+        phi = tl.where(phi > LIMIT, LIMIT, phi)
+    return phi, dphi, linear, dlinear
 
 
 @QuickLaunch
@@ -54,7 +83,8 @@ def _swiglu_backward_kernel(
     num_experts,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
     if first < tl.load(offsets_ptr + num_experts):
@@ -73,20 +103,15 @@ def _swiglu_backward_kernel(
             gate = tl.load(pre_ptr + at, mask=wanted, other=0.0).to(tl.float32)
             up = tl.load(pre_ptr + capacity.to(tl.int64) * n + at, mask=wanted, other=0.0).to(tl.float32)
             dact = tl.load(dact_ptr + at, mask=wanted, other=0.0).to(tl.float32)
-            sigmoid, silu, linear = gated(gate, up, CLAMPED)
-            dweight += dact * silu * linear
+            phi, dphi, linear, dlinear = activated(gate, up, ACTIVATION, LIMIT)
+            dweight += dact * phi * linear
             dact *= weight
-            dup = dact * silu
-            if CLAMPED:
-                dgate = dact * linear * (sigmoid + silu * _ALPHA * (1 - sigmoid))
-                dgate = tl.where(gate > _LIMIT, 0.0, dgate)
-                dup = tl.where(tl.abs(up) > _LIMIT, 0.0, dup)
-            else:
-                dgate = dact * linear * (sigmoid + silu * (1 - sigmoid))
+            dgate = dact * linear * dphi
+            dup = dact * phi * dlinear
             at_pair = rows[:, None] * (2 * n) + columns[None, :]
             tl.store(dpre_ptr + at_pair, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
             tl.store(dpre_ptr + at_pair + n, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
-            tl.store(dact_ptr + at, (silu * linear * weight).to(dact_ptr.dtype.element_ty), mask=inside)
+            tl.store(dact_ptr + at, (phi * linear * weight).to(dact_ptr.dtype.element_ty), mask=inside)
         tl.store(dweights_ptr + source, tl.sum(dweight, 1), mask=is_row)
 
 
@@ -97,7 +122,8 @@ def swiglu_backward_(
     row_map: RowMap,
     dweights_RK: torch.Tensor,
     *,
-    clamped: bool = False,
+    activation: str = "swiglu",
+    limit: float = GPT_OSS_LIMIT,
 ) -> torch.Tensor:
     """The gradient of the pre-activation, ``[M, 2N]``; ``dact_MN`` becomes the activation, ``dweights_RK``
     (fp32) the gradient of the weights.
@@ -121,7 +147,8 @@ def swiglu_backward_(
         row_map.num_experts,
         ROWS=rows,
         COLUMNS=1024 // rows,
-        CLAMPED=clamped,
+        ACTIVATION=activation,
+        LIMIT=limit,
         num_warps=4,
     )
     return dpre_M2N

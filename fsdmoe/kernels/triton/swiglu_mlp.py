@@ -5,7 +5,7 @@
     forward    map rows -> [permute x] -> gate_up (SwiGLU × weight) -> down -> combine
     backward   permute dy -> d act -> SwiGLU backward -> d down; permute x -> d gate_up; d x -> combine
 
-gpt-oss's clamped activation takes SwiGLU's place on request, and gate_up may have a bias. One of the second
+Any gated activation takes SwiGLU's place on request, and gate_up may have a bias. One of the second
 projection is a narrow product of its own (``expert_mlp.py``): it needs no activation.
 
 An id of -1 contributes nothing. Only x, the router weights, the pre-activation (unless it is recomputed) and
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdmoe.kernels.activations import ACTIVATIONS as EXPERT_ACTIVATIONS
+from fsdmoe.kernels.activations import GPT_OSS_LIMIT
 from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, PreActivation, compute_experts
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.late_grads import LateGrads
@@ -34,7 +36,7 @@ from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
 from fsdmoe.kernels.triton.weight_grad import bias_grad, weight_grad
 
 _MAX_EXPERTS = 1024
-ACTIVATIONS = ("swiglu", "gpt_oss")
+ACTIVATIONS = tuple(name for name, how in EXPERT_ACTIVATIONS.items() if how.is_gated)
 
 
 def supports(
@@ -43,8 +45,8 @@ def supports(
     down_EDN: torch.Tensor,
     activation: str = "swiglu",
 ) -> bool:
-    """Whether these tensors can take the Triton path: bf16 on Hopper or later, 16-byte rows, SwiGLU or
-    gpt-oss's form of it."""
+    """Whether these tensors can take the Triton path: bf16 on Hopper or later, 16-byte rows, gated
+    experts."""
     tensors = (x_RD, gate_up_E2ND, down_EDN)
     if activation not in ACTIVATIONS or not all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors):
         return False
@@ -79,8 +81,8 @@ class FusedProducts:
 
     max_rows: int | None = None
     recompute: bool = False
-    clamped: bool = False
-    """gpt-oss's activation instead of SwiGLU."""
+    activation: str = "swiglu"
+    limit: float = GPT_OSS_LIMIT
     spare_sms: int = 0
     wgrad_spare_sms: int = 0
 
@@ -108,7 +110,8 @@ class FusedProducts:
         dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
         dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
         dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles)
-        dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, clamped=self.clamped)
+        how = {"activation": self.activation, "limit": self.limit}
+        dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, **how)
         if grads.weights_RK is not None:
             grads.weights_RK.put(dweights_RK)
         # ``swiglu_backward_`` has overwritten dact with the activation, which the weight's gradient needs.
@@ -142,7 +145,7 @@ class FusedProducts:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The pre-activation if ``keep``, and the weighted activation."""
         x_RD = given.x_RD
-        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.clamped)
+        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
         gathered = tiles.gathered and x_RD.shape[0] > 0
         rows = x_RD if gathered else permute_rows(x_RD, row_map)
         tile = tiles.gate_up
@@ -176,6 +179,7 @@ def experts_mlp_triton(
     down_EDN: torch.Tensor,
     *,
     activation: str = "swiglu",
+    limit: float = GPT_OSS_LIMIT,
     max_rows: int | None = None,
     recompute: bool = False,
     gate_up_bias: torch.Tensor | None = None,
@@ -209,7 +213,8 @@ def experts_mlp_triton(
     products = FusedProducts(
         max_rows=max_rows,
         recompute=recompute,
-        clamped=activation == "gpt_oss",
+        activation=activation,
+        limit=limit,
         spare_sms=spare_sms,
         wgrad_spare_sms=spare_sms if late is None else late.spare_sms,
     )

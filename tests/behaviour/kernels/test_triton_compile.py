@@ -29,6 +29,7 @@ from fsdmoe.kernels.triton import (
     sum_rows_triton,
     take_rows_triton,
 )
+from fsdmoe.kernels.triton.swiglu_mlp import ACTIVATIONS
 from fsdmoe.precision.block_floats import BlockFloats, ElementPlace
 from tests.support.triton.compile_launches import compiling
 
@@ -44,7 +45,9 @@ class Sink:
         return self.buffer, True
 
 
-def run_layer(num_rows: int, n: int, *, sinks: bool = False, biased: bool = False) -> None:
+def run_layer(
+    num_rows: int, n: int, *, sinks: bool = False, biased: bool = False, activation: str = "swiglu"
+) -> None:
     """Forward and backward of a layer of 2 experts over 128 columns, 2 choices a row."""
     x = torch.zeros(num_rows, 128, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.zeros(num_rows, 2, requires_grad=True)
@@ -53,7 +56,7 @@ def run_layer(num_rows: int, n: int, *, sinks: bool = False, biased: bool = Fals
     down = torch.nn.Parameter(torch.zeros(2, 128, n, dtype=torch.bfloat16))
     if sinks:
         gate_up.grad_sink, down.grad_sink = Sink(gate_up), Sink(down)  # type: ignore[assignment]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"activation": activation}
     if biased:
         bias = torch.zeros(2, 2 * n, dtype=torch.bfloat16, requires_grad=True)
         options = {"gate_up_bias": bias, "activation": "gpt_oss"}
@@ -114,6 +117,16 @@ def test_a_layer_of_clamped_experts_with_biases_builds(architecture: int) -> Non
     with compiling(architecture) as compiled:
         run_layer(512, 64, biased=True)
     check(compiled, *LAYER, "_bias_grad_kernel")
+
+
+@pytest.mark.parametrize(
+    "activation",
+    ["geglu", *(pytest.param(name, marks=pytest.mark.full) for name in ACTIVATIONS if name != "geglu")],
+)
+def test_a_layer_with_any_gated_activation_builds_for_hopper(activation: str) -> None:
+    with compiling(90) as compiled:
+        run_layer(512, 64, activation=activation)
+    check(compiled, *LAYER)
 
 
 def test_the_layer_uses_the_matrix_units_and_bulk_copies_of_hopper() -> None:

@@ -94,6 +94,21 @@ def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: py
     assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
 
 
+@pytest.mark.parametrize("activation", swiglu_mlp.ACTIVATIONS)
+def test_a_layer_with_any_gated_activation_equals_the_definition_in_fp64(activation: str) -> None:
+    """With a limit that many gates and ups are beyond."""
+    inputs = draw()
+
+    def defined(
+        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *both: torch.Tensor
+    ) -> torch.Tensor:
+        policy = ExpertPolicy(activation, limit=0.7)
+        return experts_mlp_reference(Rows(x, weights, ids), ExpertWeights(*both), policy)
+
+    found = run(experts_mlp_triton, inputs, activation=activation, limit=0.7)
+    assert_close(found, run(defined, inputs, torch.float64))
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_clamped_experts_with_biases_equal_the_definition_in_fp64(recompute: bool) -> None:
     """gpt-oss: rows are so long that many gates and ups meet the clamps."""
