@@ -28,6 +28,7 @@ from fsdmoe.all_ranks import require_alike
 from fsdmoe.auto_model import ModelKind, NativeKind, kind_of
 from fsdmoe.config import Config
 from fsdmoe.config.compatibility import has_rows_with, refuse_sections
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.flex import FlexDispatcher, share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
@@ -284,6 +285,11 @@ def _quantize(model: nn.Module, meshes: Meshes, precision: PrecisionConfig) -> l
 
 def _keep_less(model: nn.Module, meshes: Meshes, memory: MemoryConfig, kind: ModelKind) -> bool:
     """Let the layers recompute and offload what ``memory`` names; whether the loss wants small chunks too."""
+    if memory.is_open:
+        raise ConfigError(
+            'memory.recompute: expected parts, got "auto", which train.py decides from the shapes of its '
+            "batches; name parts, or decide it with fsdmoe.plan.recompute.decide_memory"
+        )
     layers = decoder_layers(model)
     kind.prepare_parts(layers, memory)
     keep_less(layers, memory, build_offload(memory, len(layers), meshes.device))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,21 @@ class KeptConfig:
         self.is_due = False
 
 
-def keep_config(command: CommandLine, meshes: Meshes) -> KeptConfig:
+def keep_config(
+    command: CommandLine, meshes: Meshes, decisions: Mapping[str, str] | None = None
+) -> KeptConfig:
     """Say what has changed since the last start of the run, and write the configuration into its folder.
 
     Where checkpoints are, the caller writes it once one of them is loaded: a start that fails at it must not
-    change what is said of them. A run that only evaluates writes nothing. Collective.
+    change what is said of them. A run that only evaluates writes nothing. ``decisions``: by key, what was
+    decided otherwise. Collective.
 
     Raises:
         ConfigError: The checkpoints in the folder are of another model; names the keys. On all ranks.
     """
     config = command.config
     folder = Path(config.train.output_dir).expanduser()
-    text = kept_text(config, command.origins, decided(config, meshes))
+    text = kept_text(config, command.origins, decided(config, meshes) | dict(decisions or {}))
     kept = KeptConfig(folder, text, is_due=not command.evaluate_only)
     if from_first(lambda: holds_checkpoints(config)):
         kept.told = frozenset(from_first(lambda: _told_changes(folder, config)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -42,13 +42,20 @@ def run_facts(config: Config, meshes: Meshes, start_step: int) -> RunFacts:
 
 
 def start_card(
-    config: Config, meshes: Meshes, model: nn.Module, data: DataStream, *, resumed_at: int | None
+    config: Config,
+    meshes: Meshes,
+    model: nn.Module,
+    data: DataStream,
+    *,
+    resumed_at: int | None,
+    decisions: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Name -> text of the lines of the card. ``resumed_at`` is the step of the checkpoint that was loaded;
-    None where there was none."""
+    None where there was none. ``decisions``: what was decided for keys that are no longer open here."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     graphs = {} if config.train.graphs == "none" else {"graphs": graphs_text(config, meshes.size(Axis.WORLD))}
     adapters = {"adapters": adapters_text(config, model)} if config.adapter.is_on else {}
+    taken = decided(config, meshes) | dict(decisions or {})
     balance = {"balance": balance_text(config, model)} if config.model.num_moe_layers else {}
     return {
         "model": _model_text(config, num_parameters),
@@ -64,8 +71,7 @@ def start_card(
         "memory": _memory_text(config, model),
         "activations": _activations_text(config, meshes.size(Axis.WORLD)),
         **graphs,
-        "decided": "; ".join(f"{key} = {value}" for key, value in decided(config, meshes).items())
-        or "nothing",
+        "decided": "; ".join(f"{key} = {value}" for key, value in taken.items()) or "nothing",
         "output": config.train.output_dir,
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from fsdmoe.optim import (
 )
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.plan.dry_run import dry_run
+from fsdmoe.plan.recompute import decide_memory, free_bytes
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.run_facts import run_facts, start_card
 from fsdmoe.samples import Samples
@@ -47,7 +49,13 @@ class Run:
     """One training run: what was built, and how far it got."""
 
     def __init__(
-        self, config: Config, meshes: Meshes, *, trains: bool = True, told: frozenset[str] = frozenset()
+        self,
+        config: Config,
+        meshes: Meshes,
+        *,
+        trains: bool = True,
+        told: frozenset[str] = frozenset(),
+        decisions: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.meshes = meshes
@@ -98,7 +106,7 @@ class Run:
         facts = run_facts(config, meshes, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
         resumed_at = None if resumed is None else step
-        card = start_card(config, meshes, self.model, self.data, resumed_at=resumed_at)
+        card = start_card(config, meshes, self.model, self.data, resumed_at=resumed_at, decisions=decisions)
         self.observer.card(card | group_lines(self.model, self.optimizer, config.optim.groups))
         if trains and step >= train.steps:
             logging.info("nothing left to train: raise train.steps, or start anew: --checkpoint.load none")
@@ -213,8 +221,10 @@ def train(command: CommandLine) -> int:
         with lifecycle.watch_launcher(ending.folder):
             failures.expect_kill()
             locks = run_lock.hold_folders(command, ending)
-            kept = run_config.keep_config(command, meshes)
-            run = Run(command.config, meshes, trains=not command.evaluate_only, told=kept.told)
+            decision = decide_memory(command.config, command.world_size, free_bytes(meshes.device))
+            kept = run_config.keep_config(command, meshes, decision.told)
+            trains = not command.evaluate_only
+            run = Run(decision.config, meshes, trains=trains, told=kept.told, decisions=decision.told)
             kept.write()  # not earlier where checkpoints are: until they are loaded, the old one is theirs
             locks.guard(run.checkpoints, ending)
             ending.on_close = run.close

@@ -65,7 +65,7 @@ _IN_TURNS = {
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Projection:
     """One projection of one expert."""
 
     module: str
@@ -75,7 +75,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _ServedPair:
     """The factors of one linear layer, as servers name them."""
 
     names: tuple[str, str]
@@ -151,7 +151,7 @@ def _refuse_unread(adapter: Tree) -> None:
         )
 
 
-def _others(found: Boxes, adapter: Tree, names: Convention) -> list[_Pair]:
+def _others(found: Boxes, adapter: Tree, names: Convention) -> list[_ServedPair]:
     """Of all modules but experts, with the names that these have in the model's folder."""
     by_name = {box.name: box for box in found}
     pairs = []
@@ -168,13 +168,13 @@ def _others(found: Boxes, adapter: Tree, names: Convention) -> list[_Pair]:
         rank, alpha = rank_and_alpha(adapter, module, weight, weight, num_experts=1)
         called = tuple(each.replace(module, disk.removesuffix(".weight")) for each in (name, other))
         scaling = scaling_of(adapter, rank, alpha)
-        pairs.append(_Pair((called[0], called[1]), (box, second), scaling, found[box], found[second]))
+        pairs.append(_ServedPair((called[0], called[1]), (box, second), scaling, found[box], found[second]))
     return pairs
 
 
 def _of_experts(
     found: Boxes, stacked: dict[SavedBox, str], adapter: Tree, config: Tree, names: Convention
-) -> list[_Pair]:
+) -> list[_ServedPair]:
     num_experts, width = (
         next((config[key] for key in keys if config.get(key)), 0) for keys in (_NUM_EXPERTS, _WIDTHS)
     )
@@ -206,17 +206,17 @@ def _of_experts(
             makes = [functools.partial(_zeros, each) for each in (first, second)]
             if own is not None:
                 makes = [functools.partial(_factor, own, part, is_gpt_oss, i) for i in (0, 1)]
-            pairs.append(_Pair((a, b), (first, second), like.scaling, *makes))
+            pairs.append(_ServedPair((a, b), (first, second), like.scaling, *makes))
     return pairs
 
 
-def _parts(weight: str, shape: Shape, names: Convention, config: Tree) -> Iterator[_Part]:
+def _parts(weight: str, shape: Shape, names: Convention, config: Tree) -> Iterator[_Projection]:
     """Each expert's projections of a fused weight."""
     module, _, last = weight.rpartition(".")
     if config["model_type"] == "gpt_oss":
         for expert in range(shape[0]):
             for word, rows in _IN_TURNS[last].items():
-                yield _Part(f"{module}.{expert}.{word}", expert, rows)
+                yield _Projection(f"{module}.{expert}.{word}", expert, rows)
         return
     pieces = [] if isinstance(names, Names) and names.fused_experts else names.to_disk(weight, shape)
     if not all(piece.drops_first for piece in pieces) or not pieces:
@@ -226,14 +226,14 @@ def _parts(weight: str, shape: Shape, names: Convention, config: Tree) -> Iterat
         )
     for piece in pieces:
         (expert, low, _), (_, num_rows, _) = piece.low, piece.sizes
-        yield _Part(piece.disk.removesuffix(".weight"), expert, slice(low, low + num_rows))
+        yield _Projection(piece.disk.removesuffix(".weight"), expert, slice(low, low + num_rows))
 
 
 def _zeros(box: SavedBox) -> Tensor:
     return torch.zeros(box.shape, dtype=box.dtype)
 
 
-def _factor(stacked: Factors, part: _Part, is_swapped: bool, which: int) -> Tensor:
+def _factor(stacked: Factors, part: _Projection, is_swapped: bool, which: int) -> Tensor:
     """A or B of one projection."""
     b, a = stacked.left(part.expert), stacked.right(part.expert)
     if is_swapped:

@@ -148,6 +148,8 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
         problems.extend(wrong)
         return None if wrong else value
     if origin is tuple:
+        if value == "auto" and value in typing.get_args(choices[0]):  # one of the items that stands alone
+            value = [value]
         if not isinstance(value, (list, tuple)):
             return _wrong(value, "a list", key, problems)
         items = [choices[0]] * len(value) if choices[-1] is Ellipsis else list(choices)

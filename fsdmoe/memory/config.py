@@ -13,6 +13,7 @@ Part = Literal[
     "norms", "activation", "mla_up", "attention_projections", "router", "shared_experts", "experts",
     "attention", "layer",
 ]  # fmt: skip
+PartOrAuto = Literal[Part, "auto"]
 Activation = Literal[
     "layer_input", "attention_input", "qkv", "attention_output", "mlp_norm_input", "mlp_input",
     "expert_input", "expert_pre_activation",
@@ -25,11 +26,12 @@ _RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 class MemoryConfig:
     """What a step keeps from forward to backward, and where."""
 
-    recompute: tuple[Part, ...] = ()
+    recompute: tuple[PartOrAuto, ...] = ()
     """Parts of a layer whose results backward computes again instead of keeping them: norms (with rotary
     positions), activation (built into routed experts in any case), mla_up, attention_projections, router,
     shared_experts (and the MLP of layers without experts), experts (their first product), attention, or
-    layer: all of it, with its exchanges between ranks. See docs/memory.md for what each frees."""
+    layer: all of it, with its exchanges between ranks. auto, alone: train.py chooses by the GPUs' free
+    memory when it starts. See docs/memory.md for what each frees."""
     layers: str = "all"
     """The layers that recompute, counted from 0: all, or ranges like 0-11 or 0-3,8; further prediction
     depths (MTP) count after the last layer."""
@@ -43,7 +45,9 @@ class MemoryConfig:
     """Most pinned host memory of a rank, in GiB; what does not fit stays on the device. 0: no limit."""
 
     def __post_init__(self) -> None:
-        for key, names in (("recompute", Part), ("offload", Activation)):
+        if self.recompute == "auto":
+            object.__setattr__(self, "recompute", ("auto",))
+        for key, names in (("recompute", PartOrAuto), ("offload", Activation)):
             chosen = getattr(self, key)
             if isinstance(chosen, str):
                 raise ConfigError(
@@ -57,12 +61,21 @@ class MemoryConfig:
             problems.append(
                 f"memory.recompute: layer recomputes everything, got {others[0]} too; drop one of them"
             )
+        if self.is_open and len(self.recompute) > 1:
+            problems.append(
+                f"memory.recompute: expected auto alone, or parts, got {list(self.recompute)}; drop auto"
+            )
         if self.layers != "all" and not _RANGE.fullmatch(self.layers.replace(" ", "")):
             problems.append(
                 f'memory.layers: expected all, or ranges of layers like "0-11" or "0-3,8", got '
                 f"{self.layers!r}; write one of these"
             )
         refuse(problems)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what is recomputed is yet to be decided."""
+        return "auto" in self.recompute
 
     @property
     def wants_small_chunks(self) -> bool:

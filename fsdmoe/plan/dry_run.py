@@ -25,6 +25,7 @@ from fsdmoe.plan.hardware import GIB, GPUS
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import activation_bytes, state_bytes
 from fsdmoe.plan.parameters import split_model
+from fsdmoe.plan.recompute import decide_memory
 from fsdmoe.plan.text import memory_rows, traffic_rows
 from fsdmoe.plan.traffic import estimate_traffic
 
@@ -52,9 +53,15 @@ def dry_run(config: Config, world_size: int, problems: Sequence[str] = ()) -> in
 
 
 def _print_plan(config: Config, world_size: int) -> None:
-    job, setting = Job.of(config), Setting.of(config, world_size)
+    job = Job.of(config)
+    decisions = {name: decide_memory(config, world_size, GPUS[name].memory) for name in SHOWN_GPUS}
+    found = {
+        name: estimate(job, Setting.of(each.config, world_size), GPUS[name])
+        for name, each in decisions.items()
+    }
+    config = decisions[SHOWN_GPUS[0]].config
+    setting = Setting.of(config, world_size)
     plan, _ = plan_run(config, world_size)
-    found = {name: estimate(job, setting, GPUS[name]) for name in SHOWN_GPUS}
     print_table(
         f"{world_size} rank" + ("s" if world_size > 1 else ""),
         ("axis", "size"),
@@ -67,6 +74,7 @@ def _print_plan(config: Config, world_size: int) -> None:
     rows += traffic_rows(any_gpu.traffic)
     rows.append(("micro-batches per step", str(setting.num_micro_batches(job))))
     rows += [(f"on {name}, {GPUS[name].memory / GIB:.0f} GiB", _verdict(e)) for name, e in found.items()]
+    rows += [(f"{key} on {n}", why) for n, each in decisions.items() for key, why in each.told.items()]
     print_table(f"Per rank, {plan.num_parameters / 1e9:.3f} B parameters in all", ("what", "how much"), rows)
 
 

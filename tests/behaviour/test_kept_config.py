@@ -42,7 +42,8 @@ def trained(*arguments: str) -> str:
 def run_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder above a run of two ranks that share the experts."""
     folder = tmp_path_factory.mktemp("kept")
-    command = ["--config", write_config(folder, train__eval_interval=2), "--mesh.ep", "2"]
+    changes = {"train__eval_interval": 2, "memory__recompute": "auto"}
+    command = ["--config", write_config(folder, **changes), "--mesh.ep", "2"]
     with started_ranks(2, "train.py", *command) as ranks:
         assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
     return folder
@@ -51,11 +52,14 @@ def run_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_its_folder_holds_the_configuration_that_was_used(run_of_two_ranks: Path) -> None:
     text = (run_of_two_ranks / "run/config.toml").read_text()
     config = tiny_config(
-        str(run_of_two_ranks / "run"), 2, **(RUN | {"train__eval_interval": 2, "mesh__ep": 2})
+        str(run_of_two_ranks / "run"),
+        2,
+        **(RUN | {"train__eval_interval": 2, "mesh__ep": 2, "memory__recompute": "auto"}),
     )
     assert build_config(tomllib.loads(text), {}, 2, []) == config
     assert "mesh.ep" in text.split("[model]")[0]
     assert "command line" in text
+    assert 'decided by "auto": nothing (' in text, "of memory.recompute"
     assert 'decided by "auto": allgather' in text or 'decided by "auto": all_to_all' in text
     assert not list((run_of_two_ranks / "run").glob("*.unfinished"))
 

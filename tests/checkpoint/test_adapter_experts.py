@@ -97,7 +97,10 @@ def test_projections_without_an_adapter_get_zeros_because_vllm_wants_all_three(t
 @requires_peft
 def test_ranks_and_alphas_by_pattern_become_one_rank_and_one_alpha(tmp_path: Path) -> None:
     # as peft makes them of target_modules="all-linear"
-    patterns = {"rank_pattern": {r".*\.gate_up_proj": 6}, "alpha_pattern": {"q_proj": 9, "down_proj": 2}}
+    patterns: dict[str, Any] = {
+        "rank_pattern": {r".*\.gate_up_proj": 6},
+        "alpha_pattern": {"q_proj": 9, "down_proj": 2},
+    }
     model = adapted("qwen3_moe", **patterns)
     tensors, config = exported(model, tmp_path, "per_expert")
     assert {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name} == {6}
