@@ -131,7 +131,7 @@ _WITH_GRAPHS = "tests/behaviour/test_graphs_gpu.py"
 TESTED_ROWS = (
     *(
         Row(on.GRAPHS_OF_STEPS, other, RIGHT, _WITH_GRAPHS)
-        for other in (on.FLEX, on.WRAPPED, on.RECOMPUTED_EXPERTS, MUON)
+        for other in (on.FLEX, on.WRAPPED, on.ADAPTERS, on.RECOMPUTED_LAYERS, on.RECOMPUTED_EXPERTS, MUON)
     ),
     Row(on.GRAPHS_OF_LAYERS, MUON, RIGHT, _WITH_GRAPHS),
     Row(FROZEN_CODES, EXPERT_PARALLELISM, RIGHT, "tests/test_frozen_layers.py"),

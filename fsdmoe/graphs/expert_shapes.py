@@ -35,7 +35,7 @@ def check_expert_shapes(params: Iterable[ParamPlan]) -> None:
         if sizes:
             raise ConfigError(
                 "train.graphs: the rows of each expert are counted on the host where a width is no multiple "
-                f"of {_ROW_BYTES // param.dtype.itemsize}; expected hidden size, expert width and rank of "
-                f"adapters to be multiples of it, got {sizes[0]} in {param.name} "
+                f"of {_ROW_BYTES // param.dtype.itemsize}; expected hidden size and expert width to be "
+                f"multiples of it, got {sizes[0]} in {param.name} "
                 f'{list(param.local_shape)}; change the width, or set train.graphs = "none"'
             )

@@ -21,7 +21,7 @@ from fsdmoe.graphs.static_inputs import GivenBatch, StaticInputs, shape_key
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import attention
 from fsdmoe.models.causal_lm import LossOutput, StepCounts
-from fsdmoe.testing import requires_gpu, requires_nccl, requires_transformers
+from fsdmoe.testing import requires_gpu, requires_nccl, requires_peft, requires_transformers
 from fsdmoe.train import Run
 from tests.behaviour.test_hf_run import config_for, folder_of
 from tests.support.one_gpu import run_ranks_on_one_gpu
@@ -261,9 +261,8 @@ def test_a_label_outside_of_the_vocabulary_is_found_in_a_replay(
     run.close("refused")
 
 
-@requires_transformers
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_wrapped_models_are_captured_too(tmp_path: Path, meshes: Meshes, family: str) -> None:
+def wrapped_runs(tmp_path: Path, meshes: Meshes, family: str, **further: Any) -> dict[str, Any]:
+    """What a run on a folder of transformers gives, without graphs and with them."""
     shape = {
         "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
         "intermediate_size": 64, "max_position_embeddings": 256,
@@ -272,12 +271,41 @@ def test_wrapped_models_are_captured_too(tmp_path: Path, meshes: Meshes, family:
         shape["moe_intermediate_size"] = 64
     hf = str(folder_of(tmp_path, family, **shape))
     kept = ("precision__param_dtype", "data__seq_len", "train__micro_batch_size", "train__global_batch_size")
-    changes = {key: BF16[key] for key in kept} | {"train__steps": 8, "checkpoint__interval": -1}
+    changes = {key: BF16[key] for key in kept} | {"train__steps": 8, "checkpoint__interval": -1} | further
     found = {}
     for graphs in ("none", "step"):
         folder = str(tmp_path / graphs)
         config = config_for(hf, 1, **changes, train__output_dir=folder, train__graphs=graphs)
         found[graphs] = finish(config, meshes)
+    return found
+
+
+@requires_transformers
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_wrapped_models_are_captured_too(tmp_path: Path, meshes: Meshes, family: str) -> None:
+    found = wrapped_runs(tmp_path, meshes, family)
+    assert found["step"][1] > 0
+    assert found["step"][0] == found["none"][0]
+
+
+@requires_peft
+@pytest.mark.parametrize("recompute", ["[]", "layer"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"adapter__rank": 8},
+        {"adapter__rank": 4, "adapter__alpha": 8},  # factors are padded for the products
+        {"adapter__rank": 8, "adapter__target_parameters": "[]"},
+    ],
+    ids=["attention and experts", "rank 4", "attention alone"],
+)
+def test_steps_of_adapters_are_captured_too(
+    tmp_path: Path, meshes: Meshes, adapter: dict[str, Any], recompute: str
+) -> None:
+    settings = adapter | {"memory__recompute": recompute, "optim__lr": 0.02}
+    found = wrapped_runs(tmp_path, meshes, "qwen3_moe", **settings)
+    losses = [loss for loss, _ in found["none"][0]]
+    assert losses[0] != losses[-1], "the adapters are trained, so the comparison means something"
     assert found["step"][1] > 0
     assert found["step"][0] == found["none"][0]
 
