@@ -1,8 +1,9 @@
 """Adapters on Qwen3-30B-A3B, all 48 layers, on one GPU: tokens per second, and the memory that it takes.
 
 Random weights, LoRA on attention, or on attention and all experts. Frozen weights are kept once, in bfloat16
-(57 GiB), or in fp8 with --base float8 (29 GiB); factors have float32 main weights, gradients and moments.
-Each row of the table is a model of its own, one after the other in one process: medians, and the peaks of
+(57 GiB), in fp8 with --base float8 (29 GiB) or in four bits with --base nf4 (16 GiB); factors have float32
+main weights, gradients and moments. Each row of the table is a model of its own, one after the other in one
+process: medians, and the peaks of
 torch's allocator while it steps, next to what the dry run plans.
 
     python benchmarks/adapters.py                            16,384 tokens a step, all four settings
@@ -230,7 +231,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--base", choices=["float8"], help="of frozen weights; default: bfloat16")
+    parser.add_argument(
+        "--base", choices=["float8", "nf4", "int4"], help="of frozen weights; default: bfloat16"
+    )
     parser.add_argument("--on", nargs="+", default=["attention", "all"], choices=["attention", "all"])
     parser.add_argument("--recompute", nargs="+", default=["layer", "nothing"], choices=["layer", "nothing"])
     parser.add_argument("--graphs", action="store_true", help="each setting with graphs as well")

@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.add_argument("--adapter", default="default", help="its name in the model, of a checkpoint")
     command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: those of the base")
+    command.add_argument("--requantise", action="store_true", help="write a base in FP8 as FP8 again")
     command.add_argument(
         "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
     )
@@ -324,6 +325,7 @@ def _merge_adapter(options: argparse.Namespace, console: Console) -> int:
             options.out,
             name=options.adapter,
             dtype=_DTYPES.get(options.dtype),
+            requantise=options.requantise,
             shard_bytes=int(options.shard_size * 1e9),
             progress=step,
         )

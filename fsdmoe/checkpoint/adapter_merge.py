@@ -7,16 +7,19 @@ folder is a region of one of the two::
     mlp.experts.base_layer.lora_A (of gate_up_proj [E, 2I, H])  ->  rows I to 2I of expert 3
     mlp.experts.3.up_proj.lora_A                                ->  all of it               of experts.3.up_proj.weight
 
-A sum is computed in float32 and rounded once.
+A sum is computed in float32 and rounded once. A quantised base is merged as ordinary numbers, or quantised
+again, where that leaves the adapter more than half of what it does.
 """  # noqa: E501
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -27,14 +30,27 @@ from fsdmoe.checkpoint.agree import from_first, together
 from fsdmoe.checkpoint.errors import CheckpointError, listed
 from fsdmoe.checkpoint.format import Index, parse_object
 from fsdmoe.checkpoint.gpt_oss import in_memory, on_disk
-from fsdmoe.checkpoint.hf_export import DEFAULT_SHARD_BYTES, KEEP_DTYPE, natural_order, write_folder
+from fsdmoe.checkpoint.hf_export import (
+    DEFAULT_SHARD_BYTES,
+    KEEP_DTYPE,
+    fp8_boxes,
+    natural_order,
+    write_folder,
+)
 from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder, read_header
 from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.quantised import FP8_BLOCK, block_size, dequantise, quantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import open_newest
 from fsdmoe.checkpoint.storage import Storage, StrPath, read_file, split_address
 from fsdmoe.checkpoint.tree import Tree
+
+logger = logging.getLogger(__name__)
+_TRIED = 8
+"""Weights that are merged and rounded to see what is lost."""
+_MOST_LOST = 0.5
+"""Of an update, by its norm."""
 
 
 def merge_adapter(
@@ -44,6 +60,7 @@ def merge_adapter(
     *,
     name: str = "default",
     dtype: torch.dtype | None = None,
+    requantise: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> None:
@@ -53,36 +70,99 @@ def merge_adapter(
     ``merge_and_unload`` computes.
 
     Args:
-        base: The folder that the adapter was trained on, not quantised.
+        base: The folder that the adapter was trained on. A quantised one needs ``dtype`` or ``requantise``.
         adapter: A folder of peft or ``to_adapter``, or a checkpoint of a run with adapters.
         target: The folder to write. Configuration, tokenizer and generation files are those of ``base``.
         name: Of the adapter in a checkpoint.
         dtype: Of all weights; None keeps each one's own.
+        requantise: Write a base in FP8 as FP8 again. Weights that the adapter leaves alone keep their codes.
         shard_bytes: Largest size of a file.
         progress: Called with the number of bytes that were done since the last call.
 
     Raises:
-        CheckpointError: The base is quantised, the adapter is of another base, or of a kind that is not
-            merged here.
+        CheckpointError: The base is quantised and would round most of the update away, the adapter is of
+            another base, or of a kind that is not merged here.
     """
     storage, called = split_address(base)
     folder = together(lambda: open_hf_folder(storage, called))
     found, config = _open_adapter(adapter, name)
     if os.path.realpath(adapter) == os.path.realpath(target):
         raise CheckpointError(f"{target}: expected a folder to make, got that of the adapter")
+    _refuse_quantised(os.fspath(base), folder, dtype, requantise=requantise)
     changes = together(lambda: _plan(os.fspath(adapter), os.fspath(base), folder, found, config))
     changed = {*changes.factors, *changes.replaced}
-    reader = RegionReader(storage, called, Index(folder.tensors, {}, folder.files), threads=1)
+    reader = RegionReader(storage, called, Index(folder.readable, {}, folder.files), threads=1)
+    raw = RegionReader(storage, called, Index(folder.tensors, {}, folder.files), threads=1)
     boxes: Boxes = {}
+    again: dict[str, _Merged] = {}
+    scales = folder.scales() if requantise else {}
     for disk, pieces in sorted(_pieces(folder).items(), key=lambda each: natural_order(each[0])):
-        stored = folder.tensors[disk]
+        stored = folder.readable[disk]
         is_kept = disk.endswith(KEEP_DTYPE) or not stored.dtype.is_floating_point
         kind = stored.dtype if dtype is None or is_kept else dtype
         own = [piece for piece in pieces if piece.memory in changed]
         read = partial(reader.read_tensor, disk)
-        boxes[SavedBox.whole(disk, stored.shape, kind)] = partial(changes.merged, read, own, kind)
-    stated = folder.config if dtype is None else {**folder.config, "dtype": str(dtype).removeprefix("torch.")}
+        if disk not in scales:
+            boxes[SavedBox.whole(disk, stored.shape, kind)] = partial(changes.merged, read, own, kind)
+        elif own:
+            again[disk] = _Merged(read, partial(changes.merged, read, own, torch.float32))
+            boxes |= fp8_boxes(disk, stored.shape, again[disk].merged)
+        else:
+            for name in (disk, scales[disk]):
+                held = folder.tensors[name]
+                boxes[SavedBox.whole(name, held.shape, held.dtype)] = partial(raw.read_tensor, name)
+    together(lambda: _refuse_lost_updates(again))
+    stated = folder.config
+    if dtype is not None:
+        stated = {key: value for key, value in stated.items() if key != "quantization_config"}
+        stated["dtype"] = str(dtype).removeprefix("torch.")
     write_folder(target, boxes, stated, os.fspath(base), shard_bytes=shard_bytes, progress=progress)
+
+
+class _Merged(NamedTuple):
+    """A weight before and after."""
+
+    base: Callable[[], torch.Tensor]
+    merged: Callable[[], torch.Tensor]
+
+
+def _refuse_quantised(base: str, folder: HFFolder, dtype: torch.dtype | None, *, requantise: bool) -> None:
+    kind = folder.quantisation
+    if requantise and (dtype is not None or kind != "FP8"):
+        raise CheckpointError(
+            f"--requantise: expected a base in FP8 and no --dtype, got {kind or 'one that is not quantised'}"
+            f"{' in ' + str(dtype) if dtype is not None else ''}; four bits would round the update away: "
+            "write ordinary numbers (--dtype bfloat16)"
+        )
+    if requantise and block_size(folder.config) != (FP8_BLOCK, FP8_BLOCK):
+        raise CheckpointError(
+            f"--requantise: expected blocks of 128 x 128, got {block_size(folder.config)}; write ordinary "
+            "numbers (--dtype bfloat16)"
+        )
+    if kind is not None and dtype is None and not requantise:
+        raise CheckpointError(
+            f"{base}: expected weights that are not quantised, got {kind}, which would round the sum; write "
+            "ordinary numbers (--dtype bfloat16)"
+            + (", or FP8 again (--requantise), which says what it loses" if kind == "FP8" else "")
+        )
+
+
+def _refuse_lost_updates(changed: Mapping[str, _Merged]) -> None:
+    """Compare what FP8 rounds away with the update, in a few weights, before anything is written."""
+    names = list(changed)
+    for name in names[:: max(1, len(names) // _TRIED)]:
+        merged = changed[name].merged()
+        update = (merged - changed[name].base().float()).norm().item()
+        codes, scales = quantise(merged)
+        lost = (dequantise(codes, scales, (FP8_BLOCK, FP8_BLOCK), torch.float32) - merged).norm().item()
+        share = lost / update if update else 0.0
+        logger.info("%s: FP8 rounds away %.0f %% of the update", name, 100 * share)
+        if share > _MOST_LOST:
+            raise CheckpointError(
+                f"--requantise: {name}: rounding to FP8 changes it {share:.1f} times as much as the adapter "
+                "does, so little would be left of the adapter; write ordinary numbers (--dtype bfloat16), or "
+                "keep the adapter next to the base"
+            )
 
 
 @dataclass(frozen=True)
@@ -124,7 +204,7 @@ def _pieces(folder: HFFolder) -> dict[str, list[Piece]]:
             for copy in folder.names.copies(memory, num_copies):
                 in_model[copy] = Piece(copy, memory, (0,) * len(shape), shape)
     found = {}
-    for disk, stored in folder.tensors.items():
+    for disk, stored in folder.readable.items():
         own = Piece(disk, disk, (0,) * len(stored.shape), stored.shape)
         found[disk] = list({piece.memory: piece for piece in (own, in_model.get(disk, own))}.values())
     return found
@@ -166,15 +246,9 @@ def _of_checkpoint(reader: RegionReader, name: str) -> tuple[Boxes, Tree]:
 
 def _plan(where: str, base: str, folder: HFFolder, found: Boxes, config: Tree) -> _Changes:
     """What is to be done, or CheckpointError with all that cannot be."""
-    if folder.scales() or folder.packed:
-        kind = "MXFP4" if folder.packed else "FP8"
-        raise CheckpointError(
-            f"{base}: expected weights that are not quantised, got {kind}, which would round the sum; "
-            "convert the folder with from-hf and to-hf first, or take one in bfloat16"
-        )
     refuse_other_kinds(where, config)
     parameters = {piece.disk: piece.memory for piece in folder.pieces()}
-    shapes = {name: stored.shape for name, stored in folder.tensors.items()} | folder.memory_shapes()
+    shapes = {name: stored.shape for name, stored in folder.readable.items()} | folder.memory_shapes()
     tied = {alias.partition("/")[2]: owner.partition("/")[2] for alias, owner in folder.tied.items()}
     shapes |= {alias: shapes[owner] for alias, owner in tied.items() if owner in shapes}
     factors, rest, problems = find_factors(found, config, shapes, parameters)

@@ -30,9 +30,11 @@ from fsdmoe.checkpoint.parts import (
     restore,
     tied_names,
 )
+from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
 from fsdmoe.checkpoint.settings import OptimizerSettings
 from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
+from fsdmoe.checkpoint.taken_codes import take_codes, takeable
 from fsdmoe.checkpoint.tree import Tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.mesh import Meshes
@@ -173,9 +175,13 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
     tree = together(act)
+    reader = RegionReader(storage, name, base, policy.threads)
     for unit, part in coded if base.tensors else ():
-        with unit.opened():
-            together(functools.partial(_fill_coded, storage, name, base, part, policy))
+        taken = takeable(unit, part, base)
+        if taken.keys() != split_tree(part)[0].keys():
+            with unit.opened():
+                together(functools.partial(_fill_coded, storage, name, base, part, policy))
+        together(functools.partial(take_codes, reader, taken))  # last: values made codes of all
     # together: a part that refuses its state on one rank ends the run on all of them
     return Loaded(name, together(lambda: restore(parts, tree, policy.optimizer_settings)), index.about)
 

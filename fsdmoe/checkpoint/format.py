@@ -48,10 +48,22 @@ class StoredBox:
     file: str
     at: int
     """Byte at which it begins."""
+    codes: StoredCodes | None = None
+    """What it is decoded from, where it is not there as numbers (``file`` and ``at`` then say nothing)."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """A quantised matrix, or all experts in MXFP4, on disk: codes, and the scales of their blocks."""
+
+    codes: StoredTensor
+    scales: StoredTensor
+    block: tuple[int, int]
+    """Rows and columns that share a scale."""
 
 
 @dataclass(frozen=True)

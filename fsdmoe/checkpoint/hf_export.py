@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.disk_names import Convention, check_written, disk_names
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.format import Index, is_scale_history
+from fsdmoe.checkpoint.format import Index, Shape, is_scale_history
 from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.hf_config import export_config, refuse_not_held
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
@@ -70,17 +71,14 @@ class FileTensor:
 class _InFP8:
     """A projection, quantised once for the two tensors that it becomes."""
 
-    def __init__(self, tensor: FileTensor, reader: RegionReader) -> None:
-        self._tensor = tensor
-        self._reader = reader
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
         self._made: dict[str, torch.Tensor] = {}
 
     def take(self, form: Literal["codes", "scales"]) -> torch.Tensor:
         """Its codes or its scales; the other is kept for whoever asks next."""
         if form not in self._made:
-            self._made = dict(
-                zip(("codes", "scales"), quantise(self._tensor.stored(self._reader)), strict=True)
-            )
+            self._made = dict(zip(("codes", "scales"), quantise(self._read()), strict=True))
         return self._made.pop(form)
 
 
@@ -237,16 +235,23 @@ def _boxes(tensors: list[FileTensor], reader: RegionReader, fp8: bool) -> Boxes:
         shape = tensor.piece.disk_shape
         if fp8 and is_projection(tensor.disk, shape):
             projections.append(tensor)
-            made = _InFP8(tensor, reader)
-            scales = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
-            name = tensor.disk.removesuffix(".weight") + SCALE_SUFFIX
-            boxes[SavedBox.whole(tensor.disk, shape, torch.float8_e4m3fn)] = partial(made.take, "codes")
-            boxes[SavedBox.whole(name, scales, torch.float32)] = partial(made.take, "scales")
+            boxes |= fp8_boxes(tensor.disk, shape, partial(tensor.stored, reader))
         else:
             boxes[SavedBox.whole(tensor.disk, shape, tensor.dtype)] = partial(tensor.read, reader)
     if fp8:
         _check_fp8(tensors, projections)
     return boxes
+
+
+def fp8_boxes(disk: str, shape: Shape, read: Callable[[], torch.Tensor]) -> Boxes:
+    """Codes and scales in place of a matrix."""
+    made = _InFP8(read)
+    scales = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
+    name = disk.removesuffix(".weight") + SCALE_SUFFIX
+    return {
+        SavedBox.whole(disk, shape, torch.float8_e4m3fn): partial(made.take, "codes"),
+        SavedBox.whole(name, scales, torch.float32): partial(made.take, "scales"),
+    }
 
 
 def _check_fp8(tensors: list[FileTensor], projections: list[FileTensor]) -> None:

@@ -1,9 +1,9 @@
 """A Hugging Face folder of safetensors, seen as one more checkpoint: tensors in memory made of boxes on disk.
 
 So any rank of any layout reads exactly its own part of it, as from our own checkpoints, and the same code
-does it. There are no checksums; sizes and headers are checked. Quantised weights are recognised: FP8
-(:mod:`fsdmoe.checkpoint.quantised`) and the MXFP4 of gpt-oss (:mod:`fsdmoe.checkpoint.gpt_oss`) become
-ordinary numbers when a folder is converted, everything else is refused.
+does it. There are no checksums; sizes and headers are checked. Quantised weights are recognised: FP8 and int4
+(:mod:`fsdmoe.checkpoint.quantised`) and the MXFP4 of gpt-oss (:mod:`fsdmoe.checkpoint.gpt_oss`) are ordinary
+numbers once they are read, a matrix or an expert at a time; everything else is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +17,25 @@ import torch
 from fsdmoe.checkpoint.blocks import FileRecord
 from fsdmoe.checkpoint.disk_names import Convention, names_to_read
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import Index, Shape, StoredBox, StoredTensor, check_tiling, parse_object
+from fsdmoe.checkpoint.format import (
+    Index,
+    Shape,
+    StoredBox,
+    StoredCodes,
+    StoredTensor,
+    check_tiling,
+    parse_object,
+)
 from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, packed_weights
 from fsdmoe.checkpoint.hf_names import Piece
-from fsdmoe.checkpoint.quantised import check_scales
+from fsdmoe.checkpoint.quantised import (
+    PACKED,
+    PACKED_SCALE,
+    PACKED_SUFFIXES,
+    block_size,
+    check_scales,
+    group_size,
+)
 from fsdmoe.checkpoint.safetensors_header import MAX_HEADER, parse_header
 from fsdmoe.checkpoint.storage import Storage, read_file
 from fsdmoe.checkpoint.tree import Tree
@@ -67,11 +82,39 @@ class HFFolder:
         found = {name: self.tensors[name + BLOCKS].shape for name in packed_weights(self.tensors)}
         return {name: (experts, 32 * rows, width) for name, (experts, width, rows, _) in found.items()}
 
+    @property
+    def quantisation(self) -> str | None:
+        """Of weights, in words; None where there is none."""
+        if self.int4:
+            return "int4"
+        return "MXFP4" if self.packed else "FP8" if self.scales() else None
+
+    @cached_property
+    def int4(self) -> dict[str, str]:
+        """The names of weights in int4 of compressed-tensors, with the beginnings of their tensors' names."""
+        starts = [name.removesuffix(PACKED) for name in self.tensors if name.endswith(PACKED)]
+        return {f"{start}.weight": start for start in starts}
+
+    @cached_property
+    def readable(self) -> dict[str, StoredTensor]:
+        """Tensors as a reader gives them: quantised ones as numbers in bfloat16, without their scales."""
+        endings = (SCALE_SUFFIX, *((BLOCKS, SCALES) if self.packed else ()))
+        endings += PACKED_SUFFIXES if self.int4 else ()
+        found = {name: tensor for name, tensor in self.tensors.items() if not name.endswith(endings)}
+        block = block_size(self.config)
+        for name, scale in self.scales().items():
+            found[name] = _decoded(self.tensors[name].shape, self.tensors[name], self.tensors[scale], block)
+        for name, shape in self.packed.items():
+            found[name] = _decoded(shape, self.tensors[name + BLOCKS], self.tensors[name + SCALES], (1, 32))
+        group = group_size("config.json", self.config) if self.int4 else 0
+        for name, start in self.int4.items():
+            codes, scales = self.tensors[start + PACKED], self.tensors[start + PACKED_SCALE]
+            found[name] = _decoded((codes.shape[0], 8 * codes.shape[1]), codes, scales, (1, group))
+        return found
+
     def pieces(self) -> list[Piece]:
         """Every tensor that is kept, as a box in memory; scales belong to their weights."""
-        endings = (SCALE_SUFFIX, BLOCKS, SCALES) if self.packed else SCALE_SUFFIX
-        stored = {n: t.shape for n, t in self.tensors.items() if not n.endswith(endings)} | self.packed
-        found = [self.names.from_disk(name, shape) for name, shape in stored.items()]
+        found = [self.names.from_disk(name, tensor.shape) for name, tensor in self.readable.items()]
         kept = [piece for piece in found if piece is not None]
         there = {piece.memory for piece in kept}
         tied = self._tied
@@ -84,6 +127,12 @@ class HFFolder:
             reach = tuple(low + size for low, size in zip(piece.low, piece.sizes, strict=True))
             shapes[piece.memory] = tuple(map(max, shapes.get(piece.memory, reach), reach))
         return shapes
+
+
+def _decoded(shape: Shape, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -> StoredTensor:
+    stored = StoredCodes(codes, scales, block)
+    box = replace(codes.boxes[0], offsets=(0,) * len(shape), sizes=shape, codes=stored)
+    return StoredTensor(torch.bfloat16, shape, (box,))
 
 
 def is_hf_folder(storage: Storage, name: str) -> bool:
@@ -163,20 +212,10 @@ def read_header(storage: Storage, name: str, file: str) -> tuple[dict[str, Store
 
 def index_of(name: str, folder: HFFolder) -> Index:
     """The folder as the index of a checkpoint with one section, ``model``."""
-    if folder.scales():
-        raise CheckpointError(
-            f"{name}: its weights are FP8 with block scales; convert it once with "
-            "`python -m fsdmoe.checkpoint from-hf` and load the result"
-        )
-    if folder.packed:
-        raise CheckpointError(
-            f"{name}: its experts are MXFP4; convert it once with `python -m fsdmoe.checkpoint from-hf` "
-            "(--for-transformers for a run with model.hf) and load the result"
-        )
     boxes: dict[str, list[StoredBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for piece in folder.pieces():
-        disk = folder.tensors[piece.disk]
+        disk = folder.readable[piece.disk]
         box = replace(disk.boxes[0], offsets=piece.low, sizes=piece.sizes)
         boxes.setdefault(piece.memory, []).append(box)
         if dtypes.setdefault(piece.memory, disk.dtype) != disk.dtype:
@@ -205,12 +244,16 @@ def refuse_transposed(name: str, folder: HFFolder) -> None:
 def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:
     stated = folder.config.get("quantization_config") or {}
     method = stated.get("quant_method") if isinstance(stated, dict) else str(stated)
-    packed = [n for n in folder.tensors if n.endswith((BLOCKS, SCALES, ".qweight", ".weight_packed"))]
+    packed = [n for n in folder.tensors if n.endswith((BLOCKS, SCALES, ".qweight", PACKED))]
     is_mxfp4 = method == "mxfp4" and folder.config.get("model_type") == "gpt_oss"
+    if method == "compressed-tensors" and folder.int4:
+        _check_int4(name, folder)
+        return
     if (packed and not is_mxfp4) or (method and not is_mxfp4 and not (method == "fp8" and folder.scales())):
         raise CheckpointError(
             f"{name}: weights are quantised ({method or packed[0]}); only FP8 with block scales "
-            "(DeepSeek-V3) and MXFP4 of gpt-oss can be converted here; dequantise it with transformers first"
+            "(DeepSeek-V3), MXFP4 of gpt-oss and int4 of compressed-tensors can be read here; dequantise it "
+            "with transformers first"
         )
     if is_mxfp4 and not folder.packed:
         raise CheckpointError(
@@ -218,3 +261,17 @@ def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:
             "both or neither: drop quantization_config from config.json if they are ordinary numbers"
         )
     check_scales(name, folder.tensors, folder.scales())
+
+
+def _check_int4(name: str, folder: HFFolder) -> None:
+    """Each packed weight has scales of its groups."""
+    group = group_size(name, folder.config)
+    for weight, start in folder.int4.items():
+        rows, eighths = folder.tensors[start + PACKED].shape
+        scales = folder.tensors.get(start + PACKED_SCALE)
+        wanted = (rows, 8 * eighths // group)
+        if scales is None or scales.shape != wanted or folder.tensors[start + PACKED].dtype != torch.int32:
+            raise CheckpointError(
+                f"{name}: {weight}: expected int32 codes and scales {wanted} of groups of {group}, got "
+                f"{folder.tensors[start + PACKED].dtype} and {None if scales is None else scales.shape}"
+            )

@@ -10,11 +10,10 @@ import torch
 
 from fsdmoe.checkpoint.agree import together
 from fsdmoe.checkpoint.format import Index, Shape
-from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, dequantise_mxfp4, in_memory, swapped_shape
+from fsdmoe.checkpoint.gpt_oss import in_memory, swapped_shape
 from fsdmoe.checkpoint.hf_config import CLASSES, refuse_unknown
 from fsdmoe.checkpoint.hf_folder import HFFolder, index_of, open_hf_folder
 from fsdmoe.checkpoint.hf_names import Piece
-from fsdmoe.checkpoint.quantised import block_size, dequantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
@@ -22,39 +21,19 @@ from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 
 
 class HFReader:
-    """Reads single tensors of a folder, FP8 and MXFP4 as ordinary numbers."""
+    """Reads single tensors of a folder, quantised ones as ordinary numbers."""
 
     def __init__(self, storage: Storage, name: str, folder: HFFolder) -> None:
         self.folder = folder
-        self._scales, self._block = folder.scales(), block_size(folder.config)
-        self._regions = RegionReader(storage, name, Index(folder.tensors, {}, folder.files), threads=1)
+        self._regions = RegionReader(storage, name, Index(folder.readable, {}, folder.files), threads=1)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What :meth:`read` returns for it."""
-        is_quantised = name in self.folder.packed or name in self._scales
-        return torch.bfloat16 if is_quantised else self.folder.tensors[name].dtype
+        return self.folder.readable[name].dtype
 
     def read(self, name: str, low: Shape | None = None, sizes: Shape | None = None) -> torch.Tensor:
-        """A tensor, or the region of it that begins at ``low`` (of MXFP4, whole experts)."""
-        if name in self.folder.packed:
-            return self._unpacked(name, low, sizes)
-        if name not in self._scales:
-            return self._regions.read_tensor(name, low, sizes)
-        codes, scales = (self._regions.read_tensor(each) for each in (name, self._scales[name]))
-        values = dequantise(codes, scales, self._block, torch.bfloat16)
-        if low is None or sizes is None:
-            return values
-        return values[tuple(slice(o, o + n) for o, n in zip(low, sizes, strict=True))].contiguous()
-
-    def _unpacked(self, name: str, low: Shape | None, sizes: Shape | None) -> torch.Tensor:
-        parts = []
-        for ending in (BLOCKS, SCALES):
-            shape = self.folder.tensors[name + ending].shape
-            first = (low[0] if low else 0, *[0] * (len(shape) - 1))
-            parts.append(
-                self._regions.read_tensor(name + ending, first, (sizes[0] if sizes else shape[0], *shape[1:]))
-            )
-        return dequantise_mxfp4(*parts)
+        """A tensor, or the region of it that begins at ``low``."""
+        return self._regions.read_tensor(name, low, sizes)
 
 
 def from_hf(
@@ -95,8 +74,7 @@ def _open(storage: Storage, name: str, for_transformers: bool) -> HFFolder:
     if folder.config.get("model_type") in CLASSES and not for_transformers:
         folder = replace(folder, native=True)
         refuse_unknown(folder.config, name)
-    if not folder.scales() and not folder.packed:
-        index_of(name, folder)  # complains about missing experts before anything is written
+    index_of(name, folder)  # complains about missing experts before anything is written
     return folder
 
 

@@ -149,7 +149,9 @@ def _dense_layers(config: Tree) -> list[str]:
 def _quantised(config: Tree) -> list[str]:
     stated = config["quantization_config"]
     method = stated.get("quant_method") if isinstance(stated, dict) else None
-    if method == "fp8" or (method == "mxfp4" and config.get("model_type") == "gpt_oss"):
+    if method in ("fp8", "compressed-tensors") or (
+        method == "mxfp4" and config.get("model_type") == "gpt_oss"
+    ):
         return []  # becomes ordinary numbers; what cannot is refused where the weights are opened
     return [f"quantization_config: expected none or fp8 with block scales, got {_short(stated)}"]
 

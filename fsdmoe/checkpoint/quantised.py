@@ -1,4 +1,11 @@
-"""FP8 weights with block scales (DeepSeek-V3's format) as ordinary numbers, and the other way round."""
+"""Quantised weights of folders as ordinary numbers: FP8 with block scales (DeepSeek-V3's), which are written
+too, and int4 of compressed-tensors.
+
+::
+
+    X.weight         F8_E4M3 [M, N]        X.weight_scale_inv  F32  [M / 128, N / 128]
+    X.weight_packed  I32     [M, N / 8]    X.weight_scale      BF16 [M, N / group]     X.weight_shape
+"""
 
 from __future__ import annotations
 
@@ -15,6 +22,8 @@ from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import quantize, spread_blocks
 
 FP8_BLOCK = 128
+PACKED, PACKED_SCALE = ".weight_packed", ".weight_scale"
+PACKED_SUFFIXES = (PACKED, PACKED_SCALE, ".weight_shape")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Of attention, MLPs and experts, as folders name them; routers, norms, embedding and head have other names.
 _PROJECTION = re.compile(
@@ -69,6 +78,39 @@ def dequantise(
             f"expected scales {wanted} for a weight {(rows, columns)}, got {tuple(scale.shape)}"
         )
     return (weight_MN.float() * spread_blocks(scale.float(), block, weight_MN.shape)).to(dtype)
+
+
+def group_size(where: str, config: Tree) -> int:
+    """Of a folder of compressed-tensors in int4, by its ``quantization_config``; CheckpointError for every
+    other form of it."""
+    stated = config.get("quantization_config") or {}
+    groups = [each.get("weights") or {} for each in (stated.get("config_groups") or {}).values()]
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    is_known = stated.get("format") == "pack-quantized" and bool(groups)
+    size = groups[0].get("group_size") if groups else None
+    for group in groups:
+        is_known &= wanted.items() <= group.items() and group.get("group_size") == size
+        is_known &= not group.get("actorder")
+    if not is_known or type(size) is not int or size <= 0:
+        raise CheckpointError(
+            f"{where}: expected compressed-tensors in the format pack-quantized, symmetric int4 weights in "
+            f"groups of one size, got format {stated.get('format')!r} with {groups}; dequantise it with "
+            "transformers first"
+        )
+    return size
+
+
+def int4_bytes(packed_MN: torch.Tensor) -> torch.Tensor:
+    """Packed int32 as bytes ``[M, N / 2]``: two's complement, the first of two elements in the low half."""
+    return packed_MN.contiguous().view(torch.uint8) ^ 0x88
+
+
+def dequantise_int4(packed_MN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``(code - 8) * scale`` in float32, with one scale for each group of a row."""
+    codes = packed_MN.contiguous().view(torch.uint8)
+    values = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float() - 8
+    groups = values.unflatten(-1, (scale.shape[-1], -1)) * scale.float().unsqueeze(-1)
+    return groups.flatten(-2)
 
 
 def quantise(

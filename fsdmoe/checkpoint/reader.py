@@ -22,10 +22,13 @@ from fsdmoe.checkpoint.format import (
     METADATA,
     Index,
     StoredBox,
+    StoredCodes,
     StoredTensor,
     parse_manifest,
     parse_metadata,
 )
+from fsdmoe.checkpoint.gpt_oss import dequantise_mxfp4
+from fsdmoe.checkpoint.quantised import dequantise, dequantise_int4
 from fsdmoe.checkpoint.storage import Storage, read_file
 
 _WINDOW_BYTES = 16 << 20
@@ -150,9 +153,40 @@ class RegionReader:
         """Do all reads; their targets hold the values afterwards."""
         by_file: dict[str, list[Read]] = {}
         for read in reads:
-            if read.target.numel():
+            if not read.target.numel():
+                continue
+            if read.box.codes is not None:
+                self._decode(read, read.box.codes)
+            else:
                 by_file.setdefault(read.box.file, []).extend(read.in_windows())
         self.run([job for file, parts in sorted(by_file.items()) for job in self._join(file, parts)])
+
+    def _decode(self, read: Read, stored: StoredCodes) -> None:
+        """A region of a quantised box: one expert, or whole blocks of rows of a matrix at a time."""
+        if len(stored.codes.shape) == 4:
+            for index, into in enumerate(read.target):
+                parts = [self._rows(each, read.low[0] + index, 1) for each in (stored.codes, stored.scales)]
+                into.copy_(dequantise_mxfp4(*parts)[0][_window(read.low[1:], into)])
+            return
+        *_, row, column = read.low
+        into = read.target[(0,) * (read.target.dim() - 2)]  # an expert's matrix is a box of three dims
+        height = stored.block[0]
+        first = row // height
+        last = -(-(row + len(into)) // height)
+        start = first * height
+        end = min(stored.codes.shape[0], last * height)
+        codes = self._rows(stored.codes, start, end - start)
+        scales = self._rows(stored.scales, first, last - first)
+        if codes.dtype == torch.int32:
+            values = dequantise_int4(codes, scales)
+        else:
+            values = dequantise(codes, scales, stored.block, torch.float32)
+        into.copy_(values[_window((row - start, column), into)])
+
+    def _rows(self, stored: StoredTensor, first: int, number: int) -> torch.Tensor:
+        out = torch.empty((number, *stored.shape[1:]), dtype=stored.dtype)
+        self.read(region_reads(stored, out, (first, *[0] * (len(stored.shape) - 1))))
+        return out
 
     def read_tensor(
         self, name: str, low: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -235,6 +269,10 @@ class RegionReader:
                 buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._local.buffer = buffer
         return buffer[:num_bytes]
+
+
+def _window(low: Sequence[int], like: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(low, like.shape, strict=True))
 
 
 def region_reads(stored: StoredTensor, target: torch.Tensor, low: Sequence[int]) -> list[Read]:

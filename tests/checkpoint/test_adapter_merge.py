@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, merge_adapter, to_adapter
 from fsdmoe.checkpoint.__main__ import main
+from fsdmoe.checkpoint.quantised import dequantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import parallelize
@@ -229,6 +230,28 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     with pytest.raises(CheckpointError, match=message):
         merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out/merged")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_in_fp8_is_merged_as_numbers_or_in_fp8_again_where_the_update_survives(tmp_path: Path) -> None:
+    saved(QWEN, tmp_path)
+    quantise_base(tmp_path)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    merge_adapter(base, adapter, tmp_path / "numbers", dtype=torch.float32)
+    merge_adapter(base, adapter, tmp_path / "fp8", requantise=True)
+    assert "quantization_config" not in json.loads((tmp_path / "numbers/config.json").read_text())
+    numbers, again = (load_file(tmp_path / name / "model.safetensors") for name in ("numbers", "fp8"))
+    checkpoint.from_hf(base, tmp_path / "plain checkpoint", dtype=torch.float32)
+    checkpoint.to_hf(tmp_path / "plain checkpoint", tmp_path / "plain base")
+    merge_adapter(tmp_path / "plain base", adapter, tmp_path / "expected")
+    torch.testing.assert_close(numbers, load_file(tmp_path / "expected/model.safetensors"))
+    for name, values in numbers.items():
+        scale = again.get(f"{name}_scale_inv")
+        got = again[name] if scale is None else dequantise(again[name], scale, (128, 128), torch.float32)
+        assert (got - values).norm() <= 0.04 * values.norm(), name
+    edit(adapter / "adapter_config.json", lora_alpha=1e-3)
+    with pytest.raises(CheckpointError, match=r"rounding to FP8 changes it .* times as much as the adapter"):
+        merge_adapter(base, adapter, tmp_path / "lost", requantise=True)
+    assert not (tmp_path / "lost").exists()
 
 
 def test_factors_of_a_square_weight_of_experts_alone_are_refused(tmp_path: Path) -> None:

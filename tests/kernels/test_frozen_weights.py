@@ -1,11 +1,16 @@
 """Weights that are kept as codes compute as their values do."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fsdmoe.kernels import expert_mlp
 from fsdmoe.kernels.expert_mlp import experts_mlp
-from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
+from fsdmoe.kernels.expert_mlp_grouped import GroupedProducts
+from fsdmoe.kernels.expert_operands import NO_UPDATES, ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.frozen_weights import frozen_linear
 from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import dequantize, quantize
@@ -67,3 +72,32 @@ def test_experts_and_their_updates_equal_those_with_the_values(policy: ExpertPol
         y.square().sum().backward()
         results.append((y.detach(), *(tensor.grad for tensor in own)))
     torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("has_updates", [False, True])
+def test_fused_products_get_the_values(has_updates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, wanted = coded(torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(4)))
+    down, _ = coded(torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(5)))
+    seen: list[str] = []
+
+    def products(kind: str) -> Any:
+        class Watched(GroupedProducts):
+            def forward(self, given: Any, *args: Any, **options: Any) -> Any:
+                seen.append(kind)
+                torch.testing.assert_close(given.gate_up_E2ND, wanted)
+                return super().forward(given, *args, **options)
+
+        return lambda max_rows, recompute, **_: Watched("swiglu", False, recompute, max_rows)
+
+    fused = SimpleNamespace(
+        supports=lambda x, gate_up, down, activation: (gate_up.shape, down.shape) == ((1, 16, 8), (1, 8, 8)),
+        supports_updates=lambda updates: True,
+        FusedProducts=products("fused"),
+        LowRankProducts=products("low rank"),
+    )
+    monkeypatch.setattr(expert_mlp, "triton_for", lambda x: fused)
+    updates = LowRankUpdates(torch.ones(3, 4, 8), torch.ones(3, 16, 4)) if has_updates else NO_UPDATES
+    rows = Rows(torch.randn(2, 8, requires_grad=True), torch.ones(2, 1), torch.tensor([[0], [2]]))
+    policy = ExpertPolicy(coded=True)
+    experts_mlp(rows, ExpertWeights(gate_up, down), policy, updates=updates).sum().backward()
+    assert seen == ["low rank" if has_updates else "fused"]

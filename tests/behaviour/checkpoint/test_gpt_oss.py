@@ -110,14 +110,15 @@ def pack(folder: Path) -> dict[str, torch.Tensor]:
     return meant
 
 
-def test_mxfp4_is_dequantised_on_import_and_not_loaded_directly(tmp_path: Path) -> None:
+def test_mxfp4_is_dequantised_on_import_and_when_a_wrapped_model_loads_it(tmp_path: Path) -> None:
     model = hf_model(tiny("gpt_oss", moe_intermediate_size=64)).to(torch.bfloat16)
     model.config.dtype = torch.bfloat16  # type: ignore[union-attr]
     model.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
     meant = pack(tmp_path / "hf")
-    for target in (Decoder(tiny("gpt_oss", moe_intermediate_size=64)), model):
-        with pytest.raises(CheckpointError, match="its experts are MXFP4; convert it once"):
-            checkpoint.load(tmp_path / "hf", target)
+    with pytest.raises(CheckpointError, match="its experts are laid out as transformers has them"):
+        checkpoint.load(tmp_path / "hf", Decoder(tiny("gpt_oss", moe_intermediate_size=64)))
+    checkpoint.load(tmp_path / "hf", model)
+    assert_same(dict(model.state_dict()), meant)
     for for_transformers in (False, True):
         called = f"ckpt-{for_transformers}"
         from_hf(tmp_path / "hf", tmp_path / called, for_transformers=for_transformers)
