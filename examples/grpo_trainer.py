@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 import fsdmoe
 
 
-def reward_even(completions: list[str], **columns: Any) -> list[float]:
+def reward_even(completions: list[str], **columns: Any) -> list[float | None]:
     """The share of words that are even numbers."""
 
     def share(words: list[str]) -> float:

@@ -97,7 +97,7 @@ def _shortened(sources: Sequence[str]) -> list[str]:
 def loss_text(data: DataStream) -> str:
     """Which share of the tokens is learnt: all of a text, the answers of a chat."""
     shares = [
-        source.weight * (1.0 if store.targets is None else float(store.targets[:LOOKED_AT].mean()))
+        source.weight * (1.0 if store.targets is None else float((store.targets[:LOOKED_AT] == 1).mean()))
         for store, source in zip(data.stores, data.sources(), strict=True)
     ]
     if all(store.targets is None for store in data.stores):

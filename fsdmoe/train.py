@@ -25,6 +25,7 @@ from fsdmoe.config import CommandLine, Config, start_meshes
 from fsdmoe.feed import Feed, open_data
 from fsdmoe.graphs import build_micro_batches
 from fsdmoe.huggingface.folder import require_weights
+from fsdmoe.huggingface.preference import PreferenceLM
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
@@ -84,6 +85,8 @@ class Run:
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
             self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = kind.causal_lm(packed_rows=config.data.seq_len if config.data.pack else 0)
+        if config.data.has_pairs:
+            self.decoder = PreferenceLM(self.decoder, config.preference)
         self.samples = Samples(train.sample_prompts, config.data, meshes.device)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.duties = step_duties(self.model, self.decoder.routers(), config.experts.balance.bias_rate)

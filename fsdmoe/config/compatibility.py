@@ -100,6 +100,7 @@ _APART = "replicas plan their micro-batches apart and cannot count over the glob
 _ROUTES = (
     "a wrapped model routes and balances as its config.json says (router_aux_loss_coef, output_router_logits)"
 )
+_REFERENCE = "their reference is the model without its adapters"
 
 OTHER_ROWS = (
     Row(on.GLOBAL_BALANCE, on.DYNAMIC_REPLICAS, CANNOT, _APART),
@@ -117,6 +118,17 @@ OTHER_ROWS = (
         'set adapter.target_parameters = [], or leave "experts" out of precision.covers'),
     Row(on.ADAPTERS, on.NATIVE, NOT_BUILT, "adapters are for the model of a Hugging Face folder",
         "name one with model.hf (to-hf writes it from a checkpoint)"),
+    Row(on.PAIRS, on.NATIVE, NOT_BUILT, _REFERENCE, "name a Hugging Face folder with model.hf"),
+    Row(on.PAIRS, on.NO_ADAPTERS, NOT_BUILT, _REFERENCE,
+        "set adapter.rank (or train the whole model with TRL's DPOTrainer, docs/trainers.md)"),
+    Row(on.PAIRS, on.TRAINED_BASE, CANNOT, _REFERENCE),
+    Row(on.PAIRS, on.TENSOR_PARALLELISM, NOT_BUILT, "losses of single tokens need the whole vocabulary"),
+    Row(on.PAIRS, on.CONTEXT_PARALLELISM, NOT_BUILT, "an answer is summed up by one rank"),
+    Row(on.PAIRS, on.DYNAMIC_CONTEXT, NOT_BUILT, "an answer is summed up by one rank"),
+    Row(on.PAIRS, on.PLANNED_ROWS, NOT_BUILT, "answers are summed up in rows that are not planned"),
+    Row(on.PAIRS, on.ANY_GRAPHS, NOT_BUILT, "the forward of the reference is not captured"),
+    Row(on.PAIRS, on.RECORD, NOT_BUILT, _RECORDED),
+    Row(on.PAIRS, on.REPLAY, NOT_BUILT, _RECORDED),
     *(Row(on.WRAPPED, routing, NOT_BUILT, _ROUTES) for routing in on.OWN_ROUTING),
     Row(on.WRAPPED, on.REPLAYED_WEIGHTS, NOT_BUILT,
         "routers of a wrapped model weigh by their current logits"),

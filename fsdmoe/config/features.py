@@ -30,6 +30,7 @@ DYNAMIC_REPLICAS = Feature(
     shown="above 1 with context_parallel.dynamic = true", off="1",
     is_on=lambda chosen: REPLICAS.is_on(chosen) and DYNAMIC_CONTEXT.is_on(chosen),
 )  # fmt: skip
+PLANNED_ROWS = choice("attention planned for all rows", "context_parallel.varlen", "always", "auto")
 EXCHANGED_HEADS = choice(
     "context parallelism by exchanged heads", "context_parallel.mode", "all_to_all", "ring"
 )
@@ -115,6 +116,17 @@ def _has_adapters(chosen: Chosen) -> bool:
 
 
 ADAPTERS = Feature(name="adapters", key="adapter.rank", shown="above 0", off="0", is_on=_has_adapters)
+NO_ADAPTERS = Feature(
+    name="no adapters", key="adapter.rank", shown="0", off="8", is_on=lambda chosen: not _has_adapters(chosen)
+)
+TRAINED_BASE = Feature(
+    name="weights trained next to adapters", key="adapter.freeze_base", shown="false", off="true",
+    is_on=lambda chosen: _has_adapters(chosen) and not chosen["adapter.freeze_base"],
+)  # fmt: skip
+PAIRS = Feature(
+    name="pairs of answers", key="data.kind", shown='"preference"', off='"completion"',
+    is_on=lambda chosen: chosen["data"].has_pairs,
+)  # fmt: skip
 DORA = Feature(
     name="DoRA", key="adapter.kind", shown='"dora"', off='"lora"',
     is_on=lambda chosen: _has_adapters(chosen) and chosen["adapter.kind"] == "dora",

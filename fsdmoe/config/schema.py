@@ -14,6 +14,7 @@ from fsdmoe.data.config import DataConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
 from fsdmoe.huggingface.lora_config import AdapterConfig
+from fsdmoe.huggingface.preference_config import PreferenceConfig
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.config import ObserveConfig
@@ -27,6 +28,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)

@@ -25,6 +25,7 @@ from fsdmoe.data.packing import pack_rows
 from fsdmoe.data.preview import LEGEND, loss_share, row_text
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.spans import Spans
+from fsdmoe.data.store import SECOND_BEGINS
 from fsdmoe.data.stream import DataStream, build_data
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError, refuse
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = _read(given.config, others)
         rows = given.global_batch_size or (config.train.global_batch_size if given.config else 32)
-        if any(source.kind == "preference" for _, source in keyed_sources(config.data)):
+        if config.data.has_pairs:
             _show_pairs(config.data, given.show, given.chars)
             return
         shape = {"dp_rank": 0, "dp_size": given.dp_size, "micro_batch_size": 1, "global_batch_size": rows}
@@ -113,8 +114,8 @@ def _show(stream: DataStream, tokenizer: Tokenizer | None, num_rows: int, most: 
 
 
 def _show_pairs(config: DataConfig, num_pairs: int, most: int) -> None:
-    """Chosen and rejected answers, which no run reads."""
-    stores, vocab_size = open_sources(config, for_training=False)
+    """Chosen and rejected answers, one below the other."""
+    stores, vocab_size = open_sources(config)
     tokenizer = _tokenizer(config)
     console = make_console()
     print(f"vocabulary {vocab_size} of {config.tokenizer}")
@@ -122,13 +123,17 @@ def _show_pairs(config: DataConfig, num_pairs: int, most: int) -> None:
         store = stores[number]
         if source.kind != "preference":
             continue
-        print(f"{store.name}: {store.num_documents // 2:,} pairs, {store.num_tokens:,} tokens")
-        for document in range(min(2 * num_pairs, store.num_documents)):
-            length = int(store.lengths(np.array([document]))[0])
-            spans = Spans(*(np.array([value]) for value in (number, document, 0, length)))
-            batch = pack_rows(spans, stores, length, 1)
-            title = f"pair {document // 2 + 1}, {'rejected' if document % 2 else 'chosen'}"
-            console.print(row_text(batch, 0, tokenizer, title=title, most=most), soft_wrap=True)
+        print(f"{store.name}: {store.num_documents:,} pairs, {store.num_tokens:,} tokens")
+        for pair in range(min(num_pairs, store.num_documents)):
+            length = int(store.lengths(np.array([pair]))[0])
+            targets = store.read_targets(pair, 0, length)
+            assert targets is not None
+            middle = int(np.flatnonzero(targets == SECOND_BEGINS)[0])
+            for name, start, stop in (("chosen", 0, middle), ("rejected", middle, length)):
+                spans = Spans(*(np.array([value]) for value in (number, pair, start, stop)))
+                batch = pack_rows(spans, stores, stop - start, 1)
+                title = f"pair {pair + 1}, {name}"
+                console.print(row_text(batch, 0, tokenizer, title=title, most=most), soft_wrap=True)
     print(LEGEND)
 
 

@@ -26,12 +26,13 @@ import numpy.typing as npt
 
 from fsdmoe.data.chat_records import Completion, Content, Conversation, Message, Preference, texts_of
 from fsdmoe.data.chat_template import ChatTemplate, IntArray
+from fsdmoe.data.store import SECOND_BEGINS
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.errors import ConfigError
 
 Document = tuple[TokenArray, npt.NDArray[np.uint8]]
-"""Token ids, and for each whether it carries loss."""
+"""Token ids, and for each whether it carries loss (1), or begins the second of a pair."""
 
 _ASSISTANT = "assistant"
 
@@ -61,15 +62,18 @@ class ChatEncoder:
         return [*self._template.facts, sorted(self._loss_roles)]
 
     def encode(self, content: Content) -> list[Document]:
-        """The documents of a record: mostly one; of a preference the chosen one and the rejected one."""
+        """The documents of a record: mostly one; of a preference the chosen one with the rejected one
+        behind it, which never part."""
         if isinstance(content, Preference):
-            return [document for answer in content for document in self._whole(answer)]
+            (chosen, first), (rejected, second) = (self._whole(answer) for answer in content)
+            second[0] = SECOND_BEGINS  # no token before it is its own: it has no loss
+            return [(np.concatenate([chosen, rejected]), np.concatenate([first, second]))]
         if isinstance(content, Completion):
             return [self._completion(content)]
         assert isinstance(content, Conversation)
         return self._conversation(content)
 
-    def _whole(self, answer: Conversation | Completion) -> list[Document]:
+    def _whole(self, answer: Conversation | Completion) -> Document:
         documents = self.encode(answer)
         if len(documents) > 1:
             assert isinstance(answer, Conversation)
@@ -77,7 +81,7 @@ class ChatEncoder:
                 f"{answer.where}: the chat template writes turns of an answer differently once others "
                 "follow, so the answer is no single document; give one assistant turn after the prompt"
             )
-        return documents
+        return documents[0]
 
     def _completion(self, content: Completion) -> Document:
         prompt, completion = self._tokenizer.encode_batch(list(content))

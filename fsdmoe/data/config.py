@@ -162,6 +162,11 @@ class DataConfig(SourceFiles):
             problems += _source_problems(key, source)
         refuse(problems)
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether rows are pairs of a chosen and a rejected answer."""
+        return any(source.kind == "preference" for _, source in keyed_sources(self))
+
 
 def keyed_sources(config: DataConfig) -> list[tuple[str, SourceConfig]]:
     """The sources of a section, each with the dotted key under which the user wrote it."""
@@ -187,6 +192,14 @@ def _source_choice_problems(config: DataConfig) -> list[str]:
             f"data.sources: expected either one source or a mixture, got a mixture and {', '.join(also)}; "
             "move these into [[data.sources]]"
         ]
+    kinds = {source.kind for _, source in keyed_sources(config)}
+    if config.has_pairs and len(kinds) > 1:
+        return [
+            f"data.sources: expected pairs alone, whose loss is another, got {', '.join(sorted(kinds))}; "
+            "train on the others in a run of its own"
+        ]
+    if config.has_pairs and config.pack:
+        return ["data.pack: expected false, since each pair has a row of its own, got true; set it to false"]
     names = [source_name(source) for source in config.sources]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

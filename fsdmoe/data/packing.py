@@ -1,10 +1,10 @@
 """Spans of documents to rows of tensors.
 
 Rows are full: no token is lost, repeated or padded; only with `data.pack = false` a row has one document, and
-padding behind it. A document that reaches past the end of a row goes on in a later one as a segment of its
-own: its positions restart at 0, since attention does not reach what came before, but the last token before
-the cut still has its true label, the token behind the cut. So every token of a document but its last has its
-successor as a label exactly once.
+padding behind it (of a pair, the chosen answer and the rejected one as two segments). A document that reaches
+past the end of a row goes on in a later one as a segment of its own: its positions restart at 0, since
+attention does not reach what came before, but the last token before the cut still has its true label, the
+token behind the cut. So every token of a document but its last has its successor as a label exactly once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.origin import NO_DOCUMENT, Origin
 from fsdmoe.data.spans import NO_SOURCE, Spans
-from fsdmoe.data.store import TokenStore
+from fsdmoe.data.store import SECOND_BEGINS, TokenStore
 
 
 def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows: int) -> Batch:
@@ -43,7 +43,9 @@ def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows
         wanted = store.read_targets(document, start + 1, stop + 1)
         tokens[place:end] = piece[: stop - start]
         labels[place : place + num_labels] = piece[1:]
-        loss_mask[place : place + num_labels] = True if wanted is None else wanted
+        loss_mask[place : place + num_labels] = True if wanted is None else wanted == 1
+        if wanted is not None:
+            begins[place + 1 : end] |= wanted[: stop - start - 1] == SECOND_BEGINS
         number[place:end] = names.setdefault(document_name(store, document), len(names))
         offset[place:end] = np.arange(start, stop)
         place = end

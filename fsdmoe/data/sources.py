@@ -16,6 +16,7 @@ import numpy.typing as npt
 from fsdmoe.data import cache
 from fsdmoe.data.cache import cache_folder, open_or_build, say
 from fsdmoe.data.chat_records import FIELDS
+from fsdmoe.data.chunks import index_blocks
 from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
 from fsdmoe.data.files import SourceFile, find_files, why_not_writable
 from fsdmoe.data.pretokenised import check_first_ids, check_ids, index_tokens, offset_files, open_tokens
@@ -32,25 +33,24 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _TOKENS_FORMAT = 2  # of an index of files that were tokenised before
 _CHAT_FORMAT = 2  # of what carries loss in a chat
+_PAIR_FORMAT = 1
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 23
 
 Encoded = tuple[TokenArray, npt.NDArray[np.uint8] | None]
 
 
-def check_data(config: DataConfig, *, for_training: bool = True) -> Tokenizer:
+def check_data(config: DataConfig) -> Tokenizer:
     """Look whether the files a section names are there, the cache can be written and its tokenizer used,
     which it returns; report everything that is wrong. Takes milliseconds, and as long as the tokenizer takes
     to load."""
-    problems, tokenizer = data_problems(config, for_training=for_training)
+    problems, tokenizer = data_problems(config)
     if problems or tokenizer is None:
         raise ConfigError(*problems)
     return tokenizer
 
 
-def data_problems(
-    config: DataConfig, *, is_plan: bool = False, for_training: bool = True
-) -> tuple[list[str], Tokenizer | None]:
+def data_problems(config: DataConfig, *, is_plan: bool = False) -> tuple[list[str], Tokenizer | None]:
     """Everything that is wrong, and the tokenizer where it can be used. ``is_plan``: nothing is made on the
     disk, and the first document of each source is read, which a run leaves to the tokenising."""
     of_sources: list[str] = []
@@ -64,12 +64,6 @@ def data_problems(
         tokenizer = _fitting_tokenizer(config)
         encoder = _chat_encoder(config, tokenizer)
     for key, source in keyed_sources(config):
-        if source.kind == "preference" and for_training:
-            of_sources.append(
-                f"{key}.kind: expected data to train on, got preference, which needs a loss of pairs, and "
-                "there is none yet; give the chosen answers as kind completion (python -m fsdmoe.data shows "
-                "the pairs)"
-            )
         with _noting(of_sources):
             if is_plan and source.dataset and not _is_at_hand(source):
                 continue
@@ -129,10 +123,9 @@ def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | Non
     return ChatEncoder(tokenizer, template, config.chat_loss_roles)
 
 
-def open_sources(config: DataConfig, *, for_training: bool = True) -> tuple[list[TokenStore], int]:
-    """The token store of each source, and the vocabulary size. What is only to be looked at may hold pairs of
-    answers: their documents are each chosen one with the rejected one after it."""
-    tokenizer = check_data(config, for_training=for_training)
+def open_sources(config: DataConfig) -> tuple[list[TokenStore], int]:
+    """The token store of each source, and the vocabulary size."""
+    tokenizer = check_data(config)
     encoder = _chat_encoder(config, tokenizer)
     vocab_size = config.vocab_size or tokenizer.vocab_size
     root = cache_folder(config.cache_dir)
@@ -143,7 +136,19 @@ def open_sources(config: DataConfig, *, for_training: bool = True) -> tuple[list
         else:
             of_chats = encoder if source.kind in FIELDS else None
             stores.append(_open_tokenised(root, key, source, config, tokenizer, of_chats))
+        if source.kind == "preference":
+            _require_whole_pairs(stores[-1], config.seq_len)
     return stores, vocab_size
+
+
+def _require_whole_pairs(store: TokenStore, seq_len: int) -> None:
+    longest = max(int(store.lengths(block).max()) for block in index_blocks(store))
+    if longest > seq_len:
+        raise ConfigError(
+            f"data.seq_len: expected rows for the longest pair of {store.name}, the chosen answer and the "
+            f"rejected one with their prompts, which has {longest} tokens, got {seq_len}; raise it, or "
+            "remove long pairs"
+        )
 
 
 def _open_tokenised(
@@ -160,6 +165,8 @@ def _open_tokenised(
     options += [tokenizer.fingerprint, tokenizer.eos_id, tokenizer.bos_id]
     if encoder is not None:
         options += [_CHAT_FORMAT, *encoder.facts]
+    if source.kind == "preference":
+        options += [_PAIR_FORMAT]
     if source.dataset:
         options += [source.dataset, source.subset, source.split]
     if config.on_error != "stop":  # what was tokenised before there was this key keeps its place
@@ -224,7 +231,7 @@ def _tokenise(
         f"tokenised {source_name(source)}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens "
         f"in {time.monotonic() - began:.1f} s"
     )
-    if writer.num_documents > num_records and source.kind != "preference":
+    if writer.num_documents > num_records:
         say(
             f"{num_records:,} conversations of {source_name(source)} became {writer.num_documents:,} "
             "documents: the chat template writes earlier turns differently, so answers are learnt one by one"

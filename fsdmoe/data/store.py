@@ -5,7 +5,8 @@ A store is a folder. Nothing in it is pickled, all numbers are little-endian:
     tokens.bin    every document's token ids, end to end (uint16 or uint32); absent when they lie elsewhere
     offsets.bin   int64 [N + 1]  document d is tokens [offsets[d], offsets[d + 1])
     hashes.bin    uint64 [N]     decides which documents are held out
-    targets.bin   uint8 [tokens] 1 where a token carries loss; absent when every token does
+    targets.bin   uint8 [tokens] 1 where a token carries loss; absent when every token does. A pair of answers
+                                 is one document: 2 where the second begins
     meta.json     dtype, counts, content fingerprint, the size of each file; written last
 """
 
@@ -27,6 +28,8 @@ from fsdmoe.data.spans import IntArray
 from fsdmoe.data.token_file import TokenFile, file_opener
 
 META = "meta.json"
+SECOND_BEGINS = 2
+"""The target of the first token of a pair's second answer."""
 Tokens = TokenFile | npt.NDArray[Any]
 
 
@@ -104,7 +107,7 @@ class StoreWriter:
             assert targets is not None, "a store with targets needs them for every document"
             self._targets.write(targets.tobytes())
             self._digest.update(targets.tobytes())
-            self.num_targets += int(targets.sum())
+            self.num_targets += int((targets == 1).sum())
         self.num_documents += 1
         self.num_tokens += len(tokens)
         self._offsets.append(self.num_tokens)

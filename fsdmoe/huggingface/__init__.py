@@ -10,7 +10,7 @@
 ``attention``          attention that follows a plan, across ranks under ``cp``
 ``loss``, ``balance``  the loss without logits; the auxiliary loss over several ranks' tokens
 ``init``               values of parameters on the meta device, by the model's own rules
-``causal_lm``          a wrapped model as ``train.py`` calls it
+``causal_lm``          a wrapped model as ``train.py`` calls it; ``preference``: the same with a loss of pairs
 ``folder``, ``limits`` a folder's ``config.json``: sizes, and what rows that are split cannot have
 ``replay``             routing recorded, or followed, by routers that are the model's own
 ``generation``         ``generate()`` on ranks that share weights, experts or heads
@@ -20,7 +20,7 @@
 ``refit_link``         the same to another process
 ``no_rows``            calls with a batch of no rows
 ``vision``             towers that some ranks have no image for
-``trainer``            transformers' and TRL's trainers around a sharded model
+``trainer``            transformers' and TRL's trainers around a sharded model; ``reference``: of pairs
 ``accelerator``        Accelerate's loop around one
 ``transformers_api``   the only file that imports transformers; ``peft_api`` the only one that imports peft
 =====================  =======================================================================================

@@ -29,7 +29,12 @@ from torch.utils._pytree import tree_map_only
 
 from fsdmoe.fsdp import engine_of, is_fully_sharded
 from fsdmoe.huggingface.for_a_while import set_for_a_while
-from fsdmoe.models.head import LEAN_CHUNK_TOKENS, linear_cross_entropy
+from fsdmoe.models.head import (
+    LEAN_CHUNK_TOKENS,
+    TokenObjective,
+    linear_cross_entropy,
+    linear_token_losses,
+)
 from fsdmoe.rewrites import Rewrite, rewrite
 from fsdmoe.tensor_parallel.group import TensorGroup
 
@@ -123,14 +128,21 @@ class ChunkedHead:
         input: Tensor,
         labels_BS: Tensor | None = None,
         mask_BS: Tensor | None = None,
-        divisor: Tensor | float = 1.0,
+        divisor: Tensor | float | TokenObjective = 1.0,
     ) -> Tensor:
         """Logits, made or not; with labels the fp32 sum of the losses of unmasked tokens, over
-        ``divisor``. ``input``, as ``nn.Linear`` calls it: the hidden states."""
+        ``divisor``, or what an objective in its place makes of them. ``input``, as ``nn.Linear`` calls it:
+        the hidden states."""
         if labels_BS is not None and mask_BS is not None:
             tensor: TensorGroup = getattr(self.head, "tensor", TensorGroup())
             hidden_TD = tensor.gather(input).flatten(0, -2)
             labels_T, mask_T = labels_BS.flatten(), mask_BS.flatten()
+            if isinstance(divisor, TokenObjective):
+                losses_T = linear_token_losses(
+                    hidden_TD, self.head.weight, labels_T, mask_T,
+                    chunk_tokens=self.chunk_tokens, row_length=labels_BS.shape[-1],
+                )  # fmt: skip
+                return divisor.loss_of(losses_T)
             return linear_cross_entropy(
                 hidden_TD, self.head.weight, labels_T, mask_T, tensor,
                 divisor=divisor, chunk_tokens=self.chunk_tokens, row_length=labels_BS.shape[-1],

@@ -7,7 +7,8 @@ instead of ``T*V``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +36,14 @@ class LossRows(NamedTuple):
     labels: torch.Tensor
     mask: torch.Tensor
     divisor: torch.Tensor | float = 1.0
+
+
+class TokenObjective(ABC):
+    """A loss that is no mean of tokens' losses, but computed from all of them. It takes a divisor's place."""
+
+    @abstractmethod
+    def loss_of(self, losses_T: torch.Tensor) -> torch.Tensor:
+        """A scalar, of the losses of a micro-batch's tokens, 0 where they are masked."""
 
 
 class LMHead(nn.Module):
@@ -137,6 +146,53 @@ def linear_cross_entropies(
     return total / outside, None if losses is None else losses / outside
 
 
+def linear_token_losses(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    row_length: int = 0,
+) -> torch.Tensor:
+    """``mask * cross_entropy(hidden @ weight.T, labels)`` of each token in fp32, chunked over tokens, for a
+    frozen weight. What each token counts is not known before backward, which makes logits again."""
+    if weight_VD.requires_grad:
+        raise AssertionError(
+            "linear_token_losses: expected a frozen head, whose gradient it does not compute"
+        )
+    expect_labels(weight_VD.shape[0], row_length)
+    return _TokenLosses.apply(hidden_TD, weight_VD, labels_T, mask_T, chunk_tokens or CHUNK_TOKENS)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        labels_T: torch.Tensor,
+        mask_T: torch.Tensor,
+        chunk_tokens: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, mask_T)
+        ctx.chunk_tokens = chunk_tokens
+        head = _Head(weight_VD, None, TensorGroup(), chunk_tokens)
+        targets = _Targets(labels_T, mask_T, _as_scalar(1.0, hidden_TD))
+        return torch.cat([losses_C for _, losses_C, _ in head.chunks_of(hidden_TD, targets, with_grad=False)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_TD, weight_VD, labels_T, mask_T = ctx.saved_tensors
+        head = _Head(weight_VD, None, TensorGroup(), ctx.chunk_tokens)
+        targets = _Targets(labels_T, mask_T, _as_scalar(1.0, hidden_TD))
+        grad_TD = torch.empty_like(hidden_TD)
+        for rows, _, grad_logits_CV in head.chunks_of(hidden_TD, targets, with_grad=True):
+            torch.mm(grad_logits_CV, weight_VD, out=grad_TD[rows])
+        return grad_TD.mul_(grad_T[:, None]), None, None, None, None
+
+
 def _as_scalar(divisor: torch.Tensor | float, hidden_TD: torch.Tensor) -> torch.Tensor:
     if isinstance(divisor, torch.Tensor):
         return divisor.to(hidden_TD.device, torch.float32)
@@ -237,51 +293,59 @@ class _Head:
         self, hidden_TD: torch.Tensor, targets: _Targets, grad_TD: torch.Tensor | None
     ) -> torch.Tensor:
         """The loss of these tokens. Their gradient is written to ``grad_TD``, the weight's is added."""
-        labels_T, mask_T, divisor = targets
         with_grad = grad_TD is not None or self.grad_VD is not None
         total = hidden_TD.new_zeros((), dtype=torch.float32)
-        fused = triton_for(hidden_TD) if self.tensor.size == 1 else None
-        if fused is None:  # the kernel looks at its labels itself
-            vocabulary = self.weight_VD.shape[0] * self.tensor.size
-            labels_T, mask_T, outside = check_labels(labels_T, mask_T, vocabulary)
-            total = total + outside
-        for start in range(0, hidden_TD.shape[0], self.chunk_tokens):
-            rows = slice(start, start + self.chunk_tokens)
-            chunk = _Targets(labels_T[rows], mask_T[rows], divisor)
-            loss, grad_logits_CV = self._chunk(hidden_TD[rows], chunk, fused, start, with_grad=with_grad)
-            total += loss
+        for rows, losses_C, grad_logits_CV in self.chunks_of(hidden_TD, targets, with_grad=with_grad):
+            total += losses_C.sum()
             if grad_TD is not None:
                 torch.mm(grad_logits_CV, self.weight_VD, out=grad_TD[rows])
             if self.grad_VD is not None:
                 add_product_(self.grad_VD, grad_logits_CV.t(), hidden_TD[rows], accumulate=self.is_begun)
                 self.is_begun = True
             del grad_logits_CV  # before the next chunk's logits are made
-        return total / divisor
+        return total / targets.divisor
+
+    def chunks_of(
+        self, hidden_TD: torch.Tensor, targets: _Targets, *, with_grad: bool
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Each chunk's rows, and what :meth:`_chunk` says of them."""
+        labels_T, mask_T, divisor = targets
+        fused = triton_for(hidden_TD) if self.tensor.size == 1 else None
+        outside: torch.Tensor | float = 0.0
+        if fused is None:  # the kernel looks at its labels itself
+            vocabulary = self.weight_VD.shape[0] * self.tensor.size
+            labels_T, mask_T, outside = check_labels(labels_T, mask_T, vocabulary)
+        for start in range(0, hidden_TD.shape[0], self.chunk_tokens):
+            rows = slice(start, start + self.chunk_tokens)
+            chunk = _Targets(labels_T[rows], mask_T[rows], divisor)
+            losses_C, logits_CV = self._chunk(hidden_TD[rows], chunk, fused, start, with_grad=with_grad)
+            yield rows, losses_C if isinstance(outside, float) else losses_C + outside, logits_CV
+            del logits_CV
 
     def _chunk(
         self, hidden_CD: torch.Tensor, targets: _Targets, fused: Any, first: int, *, with_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed loss of a chunk, and the gradient of that sum over the divisor with respect to its logits,
-        in the weight's dtype. ``fused``: the kernels, which need no fp32 copy of the logits; ``first``: the
-        chunk's first token, for what they note."""
+        """Losses of a chunk's tokens (their sum, where ranks share the vocabulary), and the gradient of their
+        sum over the divisor with respect to its logits, in the weight's dtype. ``fused``: the kernels, which
+        need no fp32 copy of the logits; ``first``: the chunk's first token, for what they note."""
         labels_C, mask_C, divisor = targets
         logits_CV = hidden_CD @ self.weight_VD.t()
         if fused is not None:
             note = note_for_kernels(logits_CV.device)
             losses_C = fused.cross_entropy_(logits_CV, *targets, with_grad=with_grad, note=note, first=first)
-            return losses_C.sum(), logits_CV
+            return losses_C, logits_CV
         logits_CV = logits_CV.float()
         if self.tensor.size > 1:  # this rank holds a slice of the vocabulary
             loss, grad_CV = split_cross_entropy_(logits_CV, labels_C, mask_C, self.tensor, divisor)
             return loss, grad_CV.to(self.weight_VD.dtype)
         lse_C = torch.logsumexp(logits_CV, dim=-1)
         picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
-        loss = torch.where(mask_C, lse_C - picked_C, 0.0).sum()
+        losses_C = torch.where(mask_C, lse_C - picked_C, 0.0)
         if not with_grad:
-            return loss, logits_CV
+            return losses_C, logits_CV
         grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
         grad_CV.scatter_add_(1, labels_C[:, None], grad_CV.new_full((grad_CV.shape[0], 1), -1.0))
-        return loss, grad_CV.mul_(mask_C[:, None] / divisor).to(self.weight_VD.dtype)
+        return losses_C, grad_CV.mul_(mask_C[:, None] / divisor).to(self.weight_VD.dtype)
 
 
 def _give(sink: GradSink, staged: Staged | None, made_VD: torch.Tensor | None, scale: torch.Tensor) -> None:

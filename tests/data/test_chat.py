@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdmoe.data import DataConfig, build_data, check_data
+from fsdmoe.data import DataConfig, build_data
 from fsdmoe.data.chat_records import Completion, Conversation, Preference, parse_record
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import ByteTokenizer
@@ -37,9 +37,9 @@ def section(tmp_path: Path, kind: str, records: list[Any], **keys: Any) -> DataC
     return DataConfig(kind=kind, path=str(path), **{**fixed, **keys})
 
 
-def shown(config: DataConfig, **keys: Any) -> list[str]:
+def shown(config: DataConfig) -> list[str]:
     """Each document of a source, what carries loss in ⟦ ⟧."""
-    (store,), _ = open_sources(config, **keys)
+    (store,), _ = open_sources(config)
     documents = range(store.num_documents)
     return [
         marked(ByteTokenizer(), (store.read(i, 0, 9999), store.read_targets(i, 0, 9999))) for i in documents
@@ -132,13 +132,23 @@ def test_completions_are_learnt_with_their_end(tmp_path: Path) -> None:
 
 
 @requires_transformers
-def test_preferences_are_read_in_pairs_and_not_trained_on(tmp_path: Path) -> None:
-    config = section(tmp_path, "preference", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    assert shown(config, for_training=False) == ["a⟦b<|endoftext|>⟧", "a⟦c<|endoftext|>⟧"]
-    with pytest.raises(ConfigError, match=r"^data\.kind: expected data to train on, got preference, which"):
-        check_data(config)
-    with pytest.raises(ConfigError, match=r"^data\.kind: "):
-        build_data(config, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=1, seed=0)
+def test_a_pair_is_a_row_of_two_documents_with_loss_on_the_answers(tmp_path: Path) -> None:
+    config = section(
+        tmp_path,
+        "preference",
+        [{"prompt": "a", "chosen": "bb", "rejected": "c"}],
+        pack=False,
+        seq_len=9,
+        holdout=0.0,
+    )
+    with build_data(config, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=1, seed=0) as data:
+        (batch,) = data.next_step()
+    assert batch.document_ids_BS.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2, 2]]
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
+    assert batch.loss_mask_BS.tolist() == [[True, True, True, False, True, True, False, False, False]]
+    a, b, c = b"abc"
+    assert batch.tokens_BS[0, [0, 1, 2, 4, 5]].tolist() == [a, b, b, a, c]
+    assert batch.labels_BS[0, [0, 1, 4]].tolist() == [b, b, c]
 
 
 @requires_transformers

@@ -102,7 +102,8 @@ def test_pairs_are_shown_one_below_the_other(tmp_path, monkeypatch, capsys):
     answers = {name: [{"role": "assistant", "content": f"The {name} one"}] for name in ("chosen", "rejected")}
     (tmp_path / "pairs.jsonl").write_text((json.dumps({"prompt": prompt, **answers}) + "\n") * 3)
     (tmp_path / "run.toml").write_text(
-        f'[data]\nkind = "preference"\npath = "{tmp_path}/pairs.jsonl"\ncache_dir = "{tmp_path}/cache"\n'
+        f'[data]\nkind = "preference"\npack = false\npath = "{tmp_path}/pairs.jsonl"\n'
+        f'cache_dir = "{tmp_path}/cache"\n'
     )
     run(monkeypatch, "--config", str(tmp_path / "run.toml"), "--show", "2")
     output = capsys.readouterr().out

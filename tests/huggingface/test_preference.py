@@ -1,0 +1,185 @@
+"""The loss of pairs is what whole logits give, and TRL's."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fsdmoe
+from fsdmoe.auto_model import as_causal_lm
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.preference import PreferenceLM
+from fsdmoe.huggingface.preference_config import PreferenceConfig
+from fsdmoe.models.causal_lm import StepCounts
+from fsdmoe.testing import requires_peft, run_ranks
+from tests.huggingface.test_loss import Largest, chunks_of
+from tests.support.hf_tiny import tiny_hf
+
+pytestmark = requires_peft
+VOCABULARY = 512
+CASES = (("sigmoid", 0.3), ("hinge", 0.1), ("ipo", 0.5))
+"""Losses, and their beta."""
+LENGTHS = ((3, 4, 5), (2, 6, 3), (4, 3, 2))
+"""Of the prompt, the chosen answer and the rejected one of each pair."""
+
+
+def pairs() -> list[dict[str, list[int]]]:
+    random = torch.Generator().manual_seed(3)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return [
+        {
+            name: torch.randint(2, VOCABULARY, (length,), generator=random).tolist()
+            for name, length in zip(names, lengths, strict=True)
+        }
+        for lengths in LENGTHS
+    ]
+
+
+def rows(seq_len: int = 80) -> dict[str, Tensor]:
+    """The pairs as ``data.kind = "preference"`` gives them, and a row of padding."""
+    size = (len(LENGTHS) + 1, seq_len)
+    found = {name: torch.zeros(size, dtype=torch.int64) for name in ("tokens", "labels", "positions", "ids")}
+    mask = torch.zeros(size, dtype=torch.bool)
+    for row, pair in enumerate(pairs()):
+        place = 0
+        found["ids"][row] = 2
+        for answer, name in enumerate(("chosen_ids", "rejected_ids")):
+            tokens = torch.tensor(pair["prompt_ids"] + pair[name])
+            end = place + len(tokens)
+            found["tokens"][row, place:end] = tokens
+            found["labels"][row, place : end - 1] = tokens[1:]
+            found["positions"][row, place:end] = torch.arange(len(tokens))
+            found["ids"][row, place:end] = answer
+            mask[row, place + len(pair["prompt_ids"]) - 1 : end - 1] = True
+            place = end
+        found["positions"][row, place:] = torch.arange(seq_len - place)
+    found["positions"][-1] = torch.arange(seq_len)
+    return {
+        "tokens_BS": found["tokens"], "labels_BS": found["labels"].masked_fill(~mask, 0),
+        "positions_BS": found["positions"], "document_ids_BS": found["ids"], "loss_mask_BS": mask,
+    }  # fmt: skip
+
+
+def made_model(**changes: Any) -> Any:
+    """With adapters that change it already."""
+    import peft
+
+    torch.manual_seed(1)
+    model: Any = tiny_hf("qwen3_moe", vocab_size=VOCABULARY, output_router_logits=False, **changes)
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], target_parameters=["mlp.experts.gate_up_proj"],
+        init_lora_weights=False,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    return peft.inject_adapter_in_model(config, model)
+
+
+def ours(loss: str, beta: float) -> tuple[float, float]:
+    """The loss, and the norm of the adapters' gradient."""
+    model = fsdmoe.parallelize(made_model(), fsdmoe.build_meshes(ep=1))
+    decoder = PreferenceLM(as_causal_lm(model), PreferenceConfig(loss=loss, beta=beta))  # type: ignore[arg-type]
+    given = rows()
+    names = ("labels_BS", "loss_mask_BS", "document_ids_BS")
+    counts = StepCounts.from_vector(decoder.count_tokens(*(given[name] for name in names)))
+    assert counts.loss_tokens == len(LENGTHS)
+    with Largest() as made:
+        out = decoder(**given, counts=counts)
+        out.loss.backward()
+    assert made.numel < given["tokens_BS"].numel() * VOCABULARY
+    return out.cross_entropy.item(), fsdmoe.clip_grad_norm(model, float("inf")).total.item()
+
+
+def norm_of(model: Any) -> float:
+    grads = [p.grad.norm() for p in model.parameters() if p.requires_grad and p.grad is not None]
+    return torch.stack(grads).norm().item()
+
+
+def by_logits(loss: str, beta: float) -> tuple[float, float]:
+    model = made_model()
+
+    def log_probs(pair: dict[str, list[int]], name: str) -> Tensor:
+        tokens = torch.tensor(pair["prompt_ids"] + pair[name])
+        found = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])
+        return found[len(pair["prompt_ids"]) - 1 :].sum()
+
+    def switch(enabled: bool) -> None:
+        for layer in model.modules():
+            if hasattr(layer, "enable_adapters"):
+                layer._disable_adapters = not enabled
+
+    total = torch.zeros(())
+    for pair in pairs():
+        switch(False)
+        reference = [log_probs(pair, name).detach() for name in ("chosen_ids", "rejected_ids")]
+        switch(True)
+        policy = [log_probs(pair, name) for name in ("chosen_ids", "rejected_ids")]
+        chosen, rejected = (mine - theirs for mine, theirs in zip(policy, reference, strict=True))
+        if loss == "ipo":
+            margin = chosen / len(pair["chosen_ids"]) - rejected / len(pair["rejected_ids"])
+            total = total + (margin - 1 / (2 * beta)) ** 2
+        elif loss == "hinge":
+            total = total + torch.relu(1 - beta * (chosen - rejected))
+        else:
+            total = total - F.logsigmoid(beta * (chosen - rejected))
+    mean = total / len(LENGTHS)
+    mean.backward()
+    return mean.item(), norm_of(model)
+
+
+def compare_with_logits() -> None:
+    with chunks_of(7):  # several chunks, and a last one that is not full
+        for case in CASES:
+            assert ours(*case) == pytest.approx(by_logits(*case), rel=1e-5), case
+
+
+def test_the_loss_of_pairs_is_that_of_whole_logits_which_are_never_made() -> None:
+    run_ranks(compare_with_logits, 1)
+
+
+def by_trl(folder: str, loss: str, beta: float) -> tuple[float, float]:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from examples.sft_trainer import build_tokenizer
+    from tests.support import trl_case
+    from tests.support.trainer_case import arguments, forget_accelerate
+
+    forget_accelerate()
+    model = made_model()
+    torch.manual_seed(1)
+    reference: Any = tiny_hf("qwen3_moe", vocab_size=VOCABULARY, output_router_logits=False)
+    given = arguments(
+        folder, DPOConfig, bf16=False, router_aux_loss_coef=0.0, loss_type=[loss], beta=beta,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer: Any = DPOTrainer(
+        model, ref_model=reference, args=given, train_dataset=Dataset.from_list(trl_case.pairs(3)),
+        processing_class=build_tokenizer(),
+    )  # fmt: skip
+    found = trainer.compute_loss(model, trainer.data_collator(pairs()))
+    found.backward()
+    return found.item(), norm_of(model)
+
+
+def compare_with_trl(folder: str) -> None:
+    for case in CASES:
+        with chunks_of(7):
+            found = ours(*case)
+        assert found == pytest.approx(by_trl(folder, *case), rel=1e-5), case
+
+
+@pytest.mark.full  # seconds of imports
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="pip install trl")
+def test_the_loss_of_pairs_is_that_of_trl(tmp_path: Path) -> None:
+    run_ranks(compare_with_trl, 1, str(tmp_path))
+
+
+def test_a_beta_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^preference\.beta: expected a number above 0, got 0"):
+        PreferenceConfig(beta=0.0)
