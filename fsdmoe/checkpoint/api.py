@@ -170,7 +170,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
         for key, part in parts.items():
             if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
                 make_optimizer_state(part, models, index.tensors, key)
-        tree = _without_new_adapters(collect(parts, policy.meshes), index)
+        tree = _without_added(_without_new_adapters(collect(parts, policy.meshes), index), index, parts)
         fitting = _fitted(index, split_tree(tree)[0])
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
@@ -218,6 +218,20 @@ def _without_new_adapters(tree: Tree, index: Index) -> Tree:
     if any(map(is_adapter_name, index.tensors)) or not isinstance(tree.get("model"), dict):
         return tree
     return tree | {"model": {name: t for name, t in tree["model"].items() if not is_adapter_name(name)}}
+
+
+def _without_added(tree: Tree, index: Index, parts: Mapping[str, Any]) -> Tree:
+    """The same of buffers that a run has added to its architecture (``experts.balance.bias_rate``): a Hugging
+    Face folder has none of them."""
+    for key, part in parts.items():
+        if index.is_foreign and isinstance(part, nn.Module):
+            added = {
+                stored_name(f"{path}.{name}")
+                for path, module in part.named_modules()
+                for name in getattr(module, "added_buffers", ())
+            }
+            tree = tree | {key: {name: t for name, t in tree[key].items() if name not in added}}
+    return tree
 
 
 def _refuse_other_mathematics(where: str, index: Index, parts: Mapping[str, Any]) -> None:

@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from fsdmoe.experts.balance import joint_balance_loss
+from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
@@ -160,6 +163,23 @@ class MoEAux(NamedTuple):
     @classmethod
     def of(cls, routing: Routing) -> MoEAux:
         return cls(routing.loss, routing.load_E, routing.prob_sum_E)
+
+
+def total_balance(
+    auxes: Sequence[MoEAux], config: BalanceConfig, context: RoutingContext, *, top_k: int
+) -> Tensor:
+    """Every layer's own terms, and transformers' form, which is one product over all layers."""
+    balance = torch.stack([aux.loss for aux in auxes]).sum()
+    if config.transformers:
+        joint = joint_balance_loss(
+            torch.stack([aux.load_E for aux in auxes]),
+            torch.stack([aux.prob_sum_E for aux in auxes]),
+            top_k=top_k,
+            num_global_tokens=context.num_global_tokens,
+            sequence_group=context.sequence_group,
+        )
+        balance = balance + config.transformers * joint
+    return balance
 
 
 class MoE(nn.Module):

@@ -34,54 +34,35 @@ from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.router_policy import ScoreName
 from fsdmoe.memory.calls import plain_calls
 
-__all__ = ["Router", "RouterSpec", "Routing", "RoutingContext", "select_top_k"]
+__all__ = ["Router", "RouterSpec", "Routing", "RoutingContext", "RoutingRules", "select_top_k"]
 
 
-class Router(nn.Module):
-    """Names as in Hugging Face: ``weight [E, D]``, ``bias [E]``, ``e_score_correction_bias [E]``."""
+class RoutingRules:
+    """How logits become a :class:`Routing`: what an architecture and the policies of a run say together.
 
-    e_score_correction_bias: Tensor | None
+    Our own routers and those of wrapped models (:mod:`fsdmoe.huggingface.routing`) call it with their logits.
+    """
 
-    def __init__(self, spec: RouterSpec, hidden_size: int, config: ExpertsConfig | None = None) -> None:
-        super().__init__()
+    def __init__(self, spec: RouterSpec, config: ExpertsConfig) -> None:
         self.spec = spec
-        self.config = ExpertsConfig() if config is None else config
-        self.memory_calls = plain_calls("router")
-        self._rule = _rule_of(spec, self.config)
+        self.config = config
+        self._rule = _rule_of(spec, config)
         """How scores become weights where one sequence is routed and nothing is replayed."""
-        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
-        self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.router_bias else None
-        # Balancing by bias gives a bias to routers whose architecture has none.
-        biased = spec.correction_bias or self.config.balance.bias_rate > 0
-        bias_E = torch.empty(spec.num_experts, dtype=torch.float32) if biased else None
-        self.register_buffer("e_score_correction_bias", bias_E)
-        self.reset_parameters()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        if self.weight.is_meta:
-            return  # nothing to fill, and initialising on meta loads modules that take seconds
-        nn.init.normal_(self.weight, std=std)
-        for offset_E in (self.bias, self.e_score_correction_bias):
-            if offset_E is not None:
-                nn.init.zeros_(offset_E)
-
-    def extra_repr(self) -> str:
-        spec = self.spec
-        return f"{self.weight.shape[1]} -> top {spec.top_k} of {spec.num_experts}, {spec.score}"
-
-    def forward(self, x_TD: Tensor, *, context: RoutingContext | None = None) -> Routing:
-        context = RoutingContext() if context is None else context
-        logits_TE, x_TD = self.memory_calls["router"](logits_and_input, x_TD, self.weight, self.bias)
+    def __call__(
+        self, logits_TE: Tensor, x_TD: Tensor, correction_bias_E: Tensor | None, context: RoutingContext
+    ) -> Routing:
+        """The decision for tokens ``x_TD``; ``correction_bias_E`` moves the choice only."""
         by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
         num_sequences = context.num_sequences if by_sequence else 1
         recorded = None
         fused = None
         if triton_for(logits_TE) is not None:
-            fused = self._fused(logits_TE, context, num_sequences)
+            fused = self._fused(logits_TE, correction_bias_E, context, num_sequences)
         if fused is not None:
             ids_TK, scored, load_SE = fused
         else:
-            ids_TK, scored, recorded = self._scored(logits_TE, context, num_sequences)
+            ids_TK, scored, recorded = self._scored(logits_TE, correction_bias_E, context, num_sequences)
             load_SE = count_choices(
                 ids_TK, self.spec.num_experts, num_sequences=num_sequences, context=context
             )
@@ -97,20 +78,22 @@ class Router(nn.Module):
             return Routing(weights_TK, ids_TK, load_SE[0], loss, scored.prob_sum_SE[0], x_TD)
         return Routing(weights_TK, ids_TK, load_SE.sum(0), loss, scored.prob_sum_SE.sum(0), x_TD)
 
-    def _fused(self, logits_TE: Tensor, context: RoutingContext, num_sequences: int) -> FusedRouting | None:
+    def _fused(
+        self, logits_TE: Tensor, bias_E: Tensor | None, context: RoutingContext, num_sequences: int
+    ) -> FusedRouting | None:
         """One kernel for the usual case; None where only the plain path can decide."""
         replays = context.replay is not None and context.replay.replays
         if replays or self.config.selection != "top_k":
             return None
-        return route_fused(logits_TE, self.e_score_correction_bias, self.spec, context, num_sequences)
+        return route_fused(logits_TE, bias_E, self.spec, context, num_sequences)
 
     def _scored(
-        self, logits_TE: Tensor, context: RoutingContext, num_sequences: int
+        self, logits_TE: Tensor, bias_E: Tensor | None, context: RoutingContext, num_sequences: int
     ) -> tuple[Tensor, Scored, Decision | None]:
         """Ids, weights and sums by the plain path, and the recorded decision if one was enforced."""
         with torch.no_grad():
             scores_TE = choice_scores(logits_TE, self._rule.score)
-            ids_TK = self._choose(scores_TE, context)
+            ids_TK = self._choose(scores_TE, bias_E, context)
             recorded = None if context.replay is None else self._recorded(ids_TK, context)
             if recorded is not None:
                 ids_TK = recorded.ids_TK
@@ -125,13 +108,13 @@ class Router(nn.Module):
         )  # fmt: skip
         return ids_TK, scored, recorded
 
-    def _choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    def _choose(self, scores_TE: Tensor, bias_E: Tensor | None, context: RoutingContext) -> Tensor:
         if self.config.selection == "forced_balance":
             return select_round_robin(scores_TE.shape[0], self.spec, scores_TE.device)
         if self.config.selection == "expert_choice":
             mask_T = None if context.token_mask_T is None else context.token_mask_T.bool()
             return select_by_experts(scores_TE, self.spec.top_k, self.config.expert_choice, mask_T)
-        return select_top_k(scores_TE, self.spec, self.e_score_correction_bias)
+        return select_top_k(scores_TE, self.spec, bias_E)
 
     def _recorded(self, ids_TK: Tensor, context: RoutingContext) -> Decision | None:
         assert context.replay is not None
@@ -159,6 +142,46 @@ class Router(nn.Module):
             rows = even_share(ids_TK.shape[0] * self.spec.top_k, num_experts, capacity.factor)
             ids_TK, weights_TK = pad_to_capacity(ids_TK, weights_TK, num_experts, rows)
         return ids_TK, weights_TK
+
+
+class Router(nn.Module):
+    """Names as in Hugging Face: ``weight [E, D]``, ``bias [E]``, ``e_score_correction_bias [E]``."""
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(self, spec: RouterSpec, hidden_size: int, config: ExpertsConfig | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.config = ExpertsConfig() if config is None else config
+        self.memory_calls = plain_calls("router")
+        self._rules = RoutingRules(spec, self.config)
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.router_bias else None
+        # Balancing by bias gives a bias to routers whose architecture has none.
+        biased = spec.correction_bias or self.config.balance.bias_rate > 0
+        bias_E = torch.empty(spec.num_experts, dtype=torch.float32) if biased else None
+        self.register_buffer("e_score_correction_bias", bias_E)
+        is_added = biased and not spec.correction_bias
+        self.added_buffers = ("e_score_correction_bias",) if is_added else ()
+        """What no Hugging Face folder of the architecture has: loading one leaves it as it is."""
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        if self.weight.is_meta:
+            return  # nothing to fill, and initialising on meta loads modules that take seconds
+        nn.init.normal_(self.weight, std=std)
+        for offset_E in (self.bias, self.e_score_correction_bias):
+            if offset_E is not None:
+                nn.init.zeros_(offset_E)
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return f"{self.weight.shape[1]} -> top {spec.top_k} of {spec.num_experts}, {spec.score}"
+
+    def forward(self, x_TD: Tensor, *, context: RoutingContext | None = None) -> Routing:
+        context = RoutingContext() if context is None else context
+        logits_TE, x_TD = self.memory_calls["router"](logits_and_input, x_TD, self.weight, self.bias)
+        return self._rules(logits_TE, x_TD, self.e_score_correction_bias, context)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Casting the model to bf16 must not round the biases: their steps are smaller than bf16 can add."""

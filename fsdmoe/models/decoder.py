@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.experts.balance import joint_balance_loss
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.experts.moe import MoE, MoEAux
+from fsdmoe.experts.moe import MoE, MoEAux, total_balance
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.kernels.linear import Embedding
@@ -246,27 +245,16 @@ class Decoder(nn.Module):
             cross_entropy = losses[0]
         else:
             loss = cross_entropy = self.lm_head(*of_next)
-        balance = self._balance_loss(auxes, counts, routing) if auxes else torch.zeros_like(loss)
+        balance = torch.zeros_like(loss)
+        if auxes:
+            top_k = self.config.num_experts_per_tok
+            balance = total_balance(auxes, self.experts.balance, routing, top_k=top_k)
         return LossOutput(
             loss + balance,
             cross_entropy=cross_entropy.detach(),
             balance_loss=balance.detach(),
             loads_LE=self._loads(auxes, hidden_BSD.device),
         )
-
-    def _balance_loss(self, auxes: list[MoEAux], counts: StepCounts, routing: RoutingContext) -> torch.Tensor:
-        """Every layer's own terms, and transformers' form, which is one product over all layers."""
-        balance = torch.stack([aux.loss for aux in auxes]).sum()
-        if self.experts.balance.transformers:
-            joint = joint_balance_loss(
-                torch.stack([aux.load_E for aux in auxes]),
-                torch.stack([aux.prob_sum_E for aux in auxes]),
-                top_k=self.config.num_experts_per_tok,
-                num_global_tokens=counts.tokens,
-                sequence_group=routing.sequence_group,
-            )
-            balance = balance + self.experts.balance.transformers * joint
-        return balance
 
     def _predict_ahead(
         self,
