@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fsdmoe.huggingface.expert_spec import ExpertsSpec
     from fsdmoe.huggingface.refit import iterate_weights
     from fsdmoe.huggingface.refit_link import send_weights
-    from fsdmoe.huggingface.replay import routing_tape
+    from fsdmoe.huggingface.routing import routing_tape
     from fsdmoe.huggingface.trainer import prepare_trainer
     from fsdmoe.mesh import build_meshes
     from fsdmoe.optim import AdamW, clip_grad_norm

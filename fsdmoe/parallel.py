@@ -38,6 +38,7 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_s
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.lora_life import connect_shell
+from fsdmoe.huggingface.routing import policies_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layers import keep_less
@@ -207,8 +208,9 @@ def parallelize(
 
 
 def end_step(model: nn.Module) -> Figures | None:
-    """To be called after an optimizer step in a loop of your own that wants ``precision.statistics``.
-    Collective.
+    """To be called after an optimizer step in a loop of your own that wants ``precision.statistics``, or
+    ``experts.balance.bias_rate`` in a wrapped model that is called directly: biases move by the loads of the
+    step's forwards. Collective.
 
     Args:
         model: What ``parallelize`` returned.
@@ -217,6 +219,8 @@ def end_step(model: nn.Module) -> Figures | None:
         In a step that ``precision.statistics`` asks for, figures of every operand that is quantised, by
         projection; else None.
     """
+    if (policies := policies_of(peel(model))) is not None:
+        policies.end_step()
     state = state_of(model)
     return None if state is None else state.end_step()
 

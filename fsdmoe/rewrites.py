@@ -40,8 +40,15 @@ class Rewrite(enum.Enum):
     TENSOR = "tp", "instead", "embedding, head, last projections", (), "others compute on what tp gives them"
     RECIPE = "a recipe", "instead", "layers in precision.covers", ("TENSOR",), "tp reads the recipe itself"
     FROZEN = "fp8 weights", "instead", "frozen linear layers", ("RECIPE",), "a recipe reads these itself"
+    ROUTER = "routing policies", "instead", "routers of a known form", (), "other forms are refused"
     # Last of those that compute: it takes what the others leave.
-    FUSED = "a kernel", "instead", "layers that fsdmoe has too", ("FROZEN",), "others compute something else"
+    FUSED = (
+        "a kernel",
+        "instead",
+        "layers that fsdmoe has too",
+        ("FROZEN", "ROUTER"),
+        "others compute something else",
+    )
     SHELL = "the sharded model", "instead", "peft's tuner", (), "only peft calls past hooks that gather"
     LOSS = "the loss", "around own", "a plain head, its model", ("TENSOR",), "heads with more, other losses"
     ROTARY = "document lengths", "around", "rotary modules", (), "only dynamic and longrope follow a length"
@@ -55,6 +62,8 @@ class Rewrite(enum.Enum):
     LAYER_AGAIN = "recompute", "around", "whole layers", ("NO_CACHE",), "memory.recompute does not name layer"
     LAYER_CALL = "memory", "around", "layers that keep less", ("LAYER_AGAIN",), "others keep everything"
     TRAINER = "a trainer", "around", "the head's owner", ("LOSS",), "a tied head is gathered with the model"
+    # Around the loss, to which it adds.
+    POLICIES = "routing policies", "around", "the model", ("LOSS",), "only its output has a loss"
     REPLAY = "recorded routing", "around", "blocks with experts", ("NAME",), "others choose no experts"
 
     def __init__(self, by: str, form: str, matches: str, after: tuple[str, ...], elsewhere: str) -> None:

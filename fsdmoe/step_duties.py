@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdmoe.experts.bias import update_biases
+from fsdmoe.experts.bias import BiasedRouter, update_biases
 from fsdmoe.experts.dispatch.flex_state import FlexState
-from fsdmoe.experts.router import Router
 from fsdmoe.parallel import flex_state_of
 from fsdmoe.quantized_state import QuantizedState, state_of
 
@@ -66,7 +65,7 @@ class RecipeDuty(StepDuty):
 
 
 class BiasDuty(StepDuty):
-    def __init__(self, routers: Sequence[Router], rate: float) -> None:
+    def __init__(self, routers: Sequence[BiasedRouter], rate: float) -> None:
         self._routers = routers
         self._rate = rate
 
@@ -74,7 +73,7 @@ class BiasDuty(StepDuty):
         update_biases(zip(self._routers, loads_LE, strict=True), rate=self._rate)
 
 
-def step_duties(model: nn.Module, routers: Sequence[Router], bias_rate: float) -> list[StepDuty]:
+def step_duties(model: nn.Module, routers: Sequence[BiasedRouter], bias_rate: float) -> list[StepDuty]:
     """Those of a model from ``parallelize``, whose own routers are ``routers``."""
     duties: list[StepDuty] = []
     if (flex := flex_state_of(model)) is not None:

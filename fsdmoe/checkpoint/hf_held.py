@@ -46,22 +46,28 @@ def not_held(fields: Tree, *, has_bias: bool, selection: str = "top_k") -> list[
     kind = str(fields.get("architecture"))
     if kind not in CLASSES:
         return [f"model.architecture: expected one of {', '.join(CLASSES)}, got {kind!r}"]
-    others = " or ".join(_WITH_BIAS)
-    lines = []
-    if has_bias and kind not in _WITH_BIAS:
-        lines.append(
-            f"experts.balance.bias_rate: the routers of {CLASSES[kind]} have no selection bias; choose an "
-            f"architecture that has one ({others}), or balance by experts.balance.global_batch or sequence"
-        )
-    if selection == "expert_choice":
-        lines.append(
-            f"experts.selection: in {CLASSES[kind]} each token chooses its experts, got expert_choice; set "
-            "it to top_k"
-        )
+    lines = routing_not_held(CLASSES[kind], has_bias=has_bias and kind not in _WITH_BIAS, selection=selection)
     for key, only in _ONLY[kind].items():
         value = fields.get(key, only)
         if value != only:
             lines.append(f"model.{key}: {CLASSES[kind]} has {_only(only)} there, got {value!r}; {_fix(only)}")
+    return lines
+
+
+def routing_not_held(name: str, *, has_bias: bool, selection: str) -> list[str]:
+    """The same of routing in a model whose class is ``name``, native or wrapped. ``has_bias``: its routers
+    have a selection bias, which those of that class have not."""
+    lines = []
+    if has_bias:
+        lines.append(
+            f"experts.balance.bias_rate: the routers of {name} have no selection bias; choose an "
+            f"architecture that has one ({' or '.join(_WITH_BIAS)}), or balance by "
+            "experts.balance.global_batch or sequence"
+        )
+    if selection == "expert_choice":
+        lines.append(
+            f"experts.selection: in {name} each token chooses its experts, got expert_choice; set it to top_k"
+        )
     return lines
 
 

@@ -97,9 +97,6 @@ SUB_BATCH_ROWS = (
 """What needs the rows of a micro-batch together."""
 
 _APART = "replicas plan their micro-batches apart and cannot count over the global batch together"
-_ROUTES = (
-    "a wrapped model routes and balances as its config.json says (router_aux_loss_coef, output_router_logits)"
-)
 _REFERENCE = "their reference is the model without its adapters"
 
 OTHER_ROWS = (
@@ -129,9 +126,6 @@ OTHER_ROWS = (
     Row(on.PAIRS, on.ANY_GRAPHS, NOT_BUILT, "the forward of the reference is not captured"),
     Row(on.PAIRS, on.RECORD, NOT_BUILT, _RECORDED),
     Row(on.PAIRS, on.REPLAY, NOT_BUILT, _RECORDED),
-    *(Row(on.WRAPPED, routing, NOT_BUILT, _ROUTES) for routing in on.OWN_ROUTING),
-    Row(on.WRAPPED, on.REPLAYED_WEIGHTS, NOT_BUILT,
-        "routers of a wrapped model weigh by their current logits"),
 )  # fmt: skip
 
 MUON_ROWS = (
@@ -149,6 +143,7 @@ TESTED_ROWS = (
     Row(FROZEN_CODES, EXPERT_PARALLELISM, RIGHT, "tests/test_frozen_layers.py"),
     Row(FROZEN_CODES, on.ADAPTERS, RIGHT, "tests/test_frozen_layers.py"),
     Row(on.ADAPTERS, on.WRAPPED, RIGHT, "tests/behaviour/test_adapter_run.py"),
+    Row(on.POLICIES, on.WRAPPED, RIGHT, "tests/behaviour/huggingface/test_policies.py"),
 )
 
 EXACT = (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.features import Chosen, Feature, above, choice, switch
 from fsdmoe.memory.config import Part
 
@@ -94,21 +93,11 @@ NATIVE = Feature(
 )  # fmt: skip
 
 
-def _routes_otherwise(key: str) -> Feature:
-    """The routers of a wrapped model are not fsdmoe's own."""
-    default = getattr(ExpertsConfig(), key)
-    written = "the default" if key in ("balance", "expert_choice") else str(default).lower()
-    return Feature(
-        name=f"experts.{key} of one's own", key=f"experts.{key}", shown="another than the default",
-        off=f'"{written}"' if isinstance(default, str | None) else written,
-        is_on=lambda chosen: chosen[f"experts.{key}"] != default,
-    )  # fmt: skip
-
-
-OWN_ROUTING = tuple(
-    _routes_otherwise(key) for key in ("selection", "weight_after", "balance", "capacity", "expert_choice")
-)
-REPLAYED_WEIGHTS = switch("replayed weights of experts", "experts.replay_weights")
+POLICIES = Feature(
+    name="routing policies", key="experts.balance", off="the default",
+    shown="terms or bias_rate, experts.capacity, experts.selection, experts.replay_weights",
+    is_on=lambda chosen: bool(chosen["experts"].routing_keys),
+)  # fmt: skip
 
 
 def _has_adapters(chosen: Chosen) -> bool:

@@ -38,6 +38,9 @@ class BalanceConfig:
     """Mean squared log-sum-exp of the router's logits: keeps them small."""
     bias_rate: float = 0.0
     """Auxiliary-loss-free balancing: how far each expert's selection bias moves at every optimizer step."""
+    family: bool = True
+    """Keep the auxiliary loss that the config.json of a Hugging Face model asks for (output_router_logits,
+    router_aux_loss_coef), in addition to the terms above; false leaves it out."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -51,6 +54,11 @@ class BalanceConfig:
     def uses_probabilities(self) -> bool:
         """Whether any term needs the summed routing probabilities."""
         return any((self.sequence, self.micro_batch, self.global_batch, self.device, self.transformers))
+
+    @functools.cached_property
+    def has_terms(self) -> bool:
+        """Whether anything is added to the loss."""
+        return self.uses_probabilities or self.z_loss > 0
 
     @functools.cached_property
     def uses_sequences(self) -> bool:
@@ -186,6 +194,18 @@ class ExpertsConfig:
     expert_choice: ExpertChoiceConfig = field(default_factory=ExpertChoiceConfig)
     flex: FlexConfig = field(default_factory=FlexConfig)
 
+    @functools.cached_property
+    def routing_keys(self) -> tuple[str, ...]:
+        """The keys by which tokens are routed or balanced otherwise than the architecture alone says."""
+        terms = [name for name in _TERMS if getattr(self.balance, name)]
+        others = {
+            "selection": self.selection != "top_k",
+            "capacity": self.capacity is not None,
+            "replay_weights": self.replay_weights,
+        }
+        named = [f"balance.{name}" for name in terms] + [name for name, is_on in others.items() if is_on]
+        return tuple(f"experts.{name}" for name in named)
+
     @property
     def _fixed_rows(self) -> tuple[str, float]:
         """The key that says how many rows go to experts whatever the router decides, as a multiple of an even
@@ -244,7 +264,8 @@ class ExpertsConfig:
         ]
 
 
-_HARMLESS = ("device_scope", "z_loss")
+_TERMS = ("sequence", "micro_batch", "global_batch", "device", "transformers", "z_loss", "bias_rate")
+_HARMLESS = ("device_scope", "z_loss", "family")
 
 
 EXPERT_PARALLELISM = above("expert parallelism", "mesh.ep")

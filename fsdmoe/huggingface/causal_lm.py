@@ -22,8 +22,8 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.experts.bias import BiasedRouter
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.experts.router import Router
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.huggingface.limits import attention_limits, shortest_window
 from fsdmoe.huggingface.loss import has_fused_loss
@@ -37,6 +37,7 @@ from fsdmoe.huggingface.probe import (
 )
 from fsdmoe.huggingface.replay import follow_routing
 from fsdmoe.huggingface.rotary import DocumentRotary
+from fsdmoe.huggingface.routing import policies_of
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.labels import check_labels, expect_labels
@@ -67,8 +68,9 @@ class WrappedCausalLM:
         found = {name: forward for name, forward in named.items() if forward is not None}
         same = len({forward.spec.num_experts for forward in found.values()}) == 1
         self._experts = found if same else {}
+        self._policies = policies_of(module)
         for forward in self._experts.values():
-            forward.counts_load = True
+            forward.counts_load = self._policies is None
         self._split_is_checked = False
         self._limit = self._separate_documents()
         if self._limit is not None and packed_rows > self._limit.longest:
@@ -87,7 +89,8 @@ class WrappedCausalLM:
         split: SplitRows | None = None,
     ) -> LossOutput:
         """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
-        are given the whole rows. The router is the model's own; of ``routing`` it follows the tape alone."""
+        are given the whole rows. A router that no policy changes is the model's own; of ``routing`` it
+        follows the tape alone."""
         if positions_BS is None and document_ids_BS is not None:
             positions_BS = _positions_in(document_ids_BS)
         if self._limit is not None and not is_capturing():
@@ -100,29 +103,48 @@ class WrappedCausalLM:
         lengths_BL = self._document_lengths(tokens_BS, positions_BS, document_ids_BS, pieces)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
-        taped = None
-        if routing is not None and routing.replay is not None:
-            taped = pieces.describe(routing, counts.tokens)
-        follow_routing(self.module, self._experts, taped)
+        if self._policies is not None or (routing is not None and routing.replay is not None):
+            routing = pieces.describe(routing or RoutingContext(), counts.tokens)
         targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
-        with self._rotary.following(lengths_BL), _masks(packed=document_ids_BS is not None):
+        packed = document_ids_BS is not None
+        with self._routing_by(routing), self._rotary.following(lengths_BL), _masks(packed=packed):
             out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
         cross_entropy = out.loss
         if cross_entropy is None:
             cross_entropy = self._loss_sum(out.logits, *targets) / counts.loss_tokens
-        balance = torch.zeros_like(cross_entropy)
+        balance, loads_LE = self._balance(cross_entropy, routing)
         if self._auxiliary.is_in(out):
-            balance = (
+            balance = balance + (
                 self._auxiliary.own(out, tokens_BS.numel() / counts.tokens)
                 if split is None
                 else self._auxiliary.shared(out, pieces.describe(RoutingContext(), counts.tokens))
             )
+        loss = cross_entropy + balance
+        if self._policies is not None and routing is not None:
+            self._policies.follow_backward(loss, routing)
         return LossOutput(
-            cross_entropy + balance,
+            loss,
             cross_entropy=cross_entropy.detach(),
             balance_loss=balance.detach(),
-            loads_LE=self._loads(tokens_BS.device),
+            loads_LE=loads_LE,
         )
+
+    def _routing_by(self, routing: RoutingContext | None) -> contextlib.AbstractContextManager[None]:
+        if self._policies is not None:
+            return self._policies.following(routing)
+        tape = None if routing is None else routing.replay
+        follow_routing(self.module, self._experts, None if tape is None else routing)
+        return contextlib.nullcontext()
+
+    def _balance(
+        self, like: torch.Tensor, routing: RoutingContext | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the forward that was just made: what policies add to the loss, and the loads."""
+        if self._policies is not None and routing is not None:
+            return self._policies.collect(routing)
+        loads = [forward.load_E for forward in self._experts.values() if forward.load_E is not None]
+        loads_LE = torch.stack(loads) if loads else torch.zeros((0, 1), device=like.device)
+        return torch.zeros_like(like), loads_LE
 
     def _run(
         self,
@@ -273,12 +295,10 @@ class WrappedCausalLM:
             lengths_BS = torch.full_like(lengths_BS, rows.tokens_BS.shape[1])
         if "logits_to_keep" in inspect.signature(type(self.module).forward).parameters:
             given["logits_to_keep"] = 1
-        with self._rotary.following(lengths_BS):
+        # Policies may let tokens compete for experts; that is not what is tried.
+        alone = contextlib.nullcontext() if self._policies is None else self._policies.following(None)
+        with alone, self._rotary.following(lengths_BS):
             self.module(input_ids=rows.tokens_BS, position_ids=rows.positions_BS, use_cache=False, **given)
-
-    def _loads(self, device: torch.device) -> torch.Tensor:
-        loads = [forward.load_E for forward in self._experts.values() if forward.load_E is not None]
-        return torch.stack(loads) if loads else torch.zeros((0, 1), device=device)
 
     def count_tokens(
         self, labels_BS: torch.Tensor, loss_mask_BS: torch.Tensor, document_ids_BS: torch.Tensor | None
@@ -288,9 +308,9 @@ class WrappedCausalLM:
             (loss_mask_BS.new_full((), loss_mask_BS.numel(), dtype=torch.int64), loss_mask_BS.sum())
         )
 
-    def routers(self) -> list[Router]:
-        """Empty: the model has routers of its own."""
-        return []
+    def routers(self) -> list[BiasedRouter]:
+        """Those that policies change; the others are the model's own."""
+        return [] if self._policies is None else list(self._policies.by_experts.values())
 
     def moe_layers(self) -> list[int]:
         """The layer numbers, as names have them, of the rows of ``loads_LE``."""

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
-from fsdmoe.huggingface.router_forms import is_router_like, router_form, router_forward
+from fsdmoe.huggingface.router_forms import Trials, is_router_like, router_form, router_forward
 from fsdmoe.kernels.linear import embed_tokens
 from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
 from fsdmoe.models.projections import linear_forward
@@ -65,7 +65,7 @@ class FusedLayers:
     def __init__(self, model: nn.Module, *, skip: Collection[int] = (), split_before: bool = False) -> None:
         """Modules whose id is in ``skip`` are not looked at; with ``split_before`` none is."""
         self._split_before = split_before
-        self._tried: dict[Any, Any] = {}
+        self._try = Trials()
         self.left: dict[nn.Module, str] = (
             dict.fromkeys(model.modules(), _SPLIT_BEFORE) if split_before else {}
         )
@@ -108,15 +108,6 @@ class FusedLayers:
                 yield _if_plain(module, router_forward(form), {"routers": ""})
         else:
             yield from _attention(module)
-
-    def _try(self, trial: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
-        """The trial's result, remembered for modules of the same class, settings and shapes."""
-        settings = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
-        shapes = tuple(tuple(p.shape) for p in module.parameters(recurse=False))
-        key = trial, type(module), settings, shapes
-        if key not in self._tried:
-            self._tried[key] = trial(module, *args)
-        return self._tried[key]
 
 
 def _found(module: nn.Module, kind: str, forward: Forward | None, otherwise: str) -> Found:

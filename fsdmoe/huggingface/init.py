@@ -118,7 +118,8 @@ def rebuild_buffers(model: nn.Module, twin: nn.Module, device: torch.device, *, 
         run_own_rules(twin, path, functools.partial(_all_set, fresh))
         for name, buffer in fresh.items():
             persistent = name not in module._non_persistent_buffers_set
-            if _is_unset(buffer) and (isinstance(module, Router) or (loading and persistent)):
+            is_added = name in getattr(module, "added_buffers", ())
+            if _is_unset(buffer) and (isinstance(module, Router) or is_added or (loading and persistent)):
                 buffer.zero_()
             elif _is_unset(buffer):
                 raise ConfigError(

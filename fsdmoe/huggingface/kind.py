@@ -29,6 +29,7 @@ from fsdmoe.huggingface.loss import fuse_loss
 from fsdmoe.huggingface.memory_parts import prepare_parts
 from fsdmoe.huggingface.no_rows import take_calls_without_rows
 from fsdmoe.huggingface.peft_modules import refuse_unknown_adapters
+from fsdmoe.huggingface.routing import apply_policies
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.huggingface.vision import run_towers_alike
 from fsdmoe.huggingface.wrapped_experts import (
@@ -90,6 +91,7 @@ class WrappedKind:
         choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts)
         for name, spec in self._experts.items():
             choices.add(parallelize_wrapped_experts(self._model, name, spec, meshes, experts))
+        apply_policies(self._model, self._experts, experts, meshes)
         if meshes.rank(Axis.WORLD) == 0:
             warn_of_unknown_moe(self._model, [*self._experts, *self._moe_layers, *self._on_dtensors])
         return choices

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import MoE
 from fsdmoe.huggingface.attention import attended
+from fsdmoe.huggingface.lora import base_of
 from fsdmoe.huggingface.wrapped_experts import ParallelForward, parallel_forward_of
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import name_activation, saving_as, tensors_in
@@ -112,6 +113,8 @@ def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
             experts.policy = experts.policy._replace(recompute=not experts.spec.is_copied)
         elif (router := _router_in(module)) is not None and "router" in parts:
             found.add("router")
+            if hasattr(base_of(router[0]), "memory_calls"):
+                continue  # one with policies, which recomputes its logits alone: it sums over ranks
             rewrite(router[0], Rewrite.PART, _route, router[1], says="recomputed: router")
         elif _is_attention(module):
             found |= _prepare_attention(module, parts)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fsdmoe.huggingface.loss import UnmadeLogits
+from fsdmoe.huggingface.routing import policies_of
 
 _ROWS = ("input_ids", "inputs_embeds")
 _IMAGES = ("pixel_values", "image_", "video_", "mm_encoder_outputs")
@@ -40,6 +41,8 @@ class _Calls:
             (kwargs[name] for name in _ROWS if kwargs.get(name) is not None), args[0] if args else None
         )
         self._is_filled = isinstance(rows, Tensor) and rows.dim() > 1 and not rows.shape[0]
+        if (policies := policies_of(model)) is not None:
+            policies.has_rows = not self._is_filled
         if not self._is_filled:
             return None
         kept = {name: value for name, value in kwargs.items() if not name.startswith(_IMAGES)}

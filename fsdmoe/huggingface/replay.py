@@ -13,44 +13,18 @@ Legend: T tokens of this rank, E experts, K choices a token.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.replay import RoutingTape
-from fsdmoe.huggingface.wrapped_experts import ParallelForward, parallel_forward_of
+from fsdmoe.huggingface.wrapped_experts import ParallelForward
 from fsdmoe.rewrites import Rewrite, foreign_forward, rewrite, rewrites_of
-
-
-@contextlib.contextmanager
-def routing_tape(
-    model: nn.Module, tape: RoutingTape, origin: Origin | None = None, *, micro_batch: int = 0
-) -> Iterator[None]:
-    """Record or replay the routing of a wrapped model that is called in this block.
-
-    Where layers are recomputed, backward belongs into the block too.
-
-    Args:
-        model: From ``parallelize``; its experts are known, and it is called with whole rows.
-        tape: ``RoutingTape(num_experts)`` records, ``RoutingTape.load(path)`` replays.
-        origin: Documents and positions of the tokens, in the shape of the call's ``input_ids``; without it
-            tokens are known by ``micro_batch`` and their place.
-        micro_batch: Another number for each call that is recorded before the tape is saved.
-    """
-    experts = {n: f for n, m in model.named_modules() if (f := parallel_forward_of(m)) is not None}
-    flat = None if origin is None else origin.map(lambda column: column.flatten())
-    follow_routing(model, experts, RoutingContext(replay=tape, origin=flat, micro_batch=micro_batch))
-    try:
-        yield
-    finally:
-        follow_routing(model, experts, None)
 
 
 def follow_routing(

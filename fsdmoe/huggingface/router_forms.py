@@ -54,6 +54,23 @@ class RouterForm:
     flattens: bool
     """Rows ``[.., D]`` are taken, and come back as tokens."""
 
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        """Of rows, weight and bias: the logits, rounded as the router rounds them."""
+        return router_logits if self.wide_product else project
+
+    def returned(
+        self, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """What the router returns for rows of ``dtype``."""
+        found = _Returned(
+            logits_TE.float() if self.wide_logits else logits_TE,
+            weights_TK if self.wide_weights else weights_TK.to(dtype),
+            ids_TK,
+        )
+        places = dict(zip(self.order, found, strict=True))
+        return tuple(places[place] for place in range(3))
+
 
 class _Returned(NamedTuple):
     logits_TE: Tensor
@@ -70,6 +87,22 @@ def is_router_like(module: nn.Module) -> bool:
         return False
     vectors = [*(own[name] for name in own.keys() - {"weight"}), *module.buffers()]
     return len(list(module.buffers())) <= 1 and all(v.shape == own["weight"].shape[:1] for v in vectors)
+
+
+class Trials:
+    """Calls trials of modules once for all modules of the same class, settings and shapes."""
+
+    def __init__(self) -> None:
+        self._tried: dict[Any, Any] = {}
+
+    def __call__(self, trial: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
+        """The trial's result, remembered."""
+        settings = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
+        shapes = tuple(tuple(p.shape) for p in module.parameters(recurse=False))
+        key = trial, type(module), settings, shapes
+        if key not in self._tried:
+            self._tried[key] = trial(module, *args)
+        return self._tried[key]
 
 
 @torch.no_grad()
@@ -202,18 +235,11 @@ def _route(router: Any, x: Any, form: RouterForm) -> tuple[Tensor, ...] | None:
     if not is_known or not _may_route(x, form.spec):
         return None
     x_TD, bias_E = x.reshape(-1, x.shape[-1]), router._parameters.get("bias")
-    logits_TE = (router_logits if form.wide_product else project)(x_TD, router.weight, bias_E)
+    logits_TE = form.product(x_TD, router.weight, bias_E)
     correction_E = None if form.correction is None else getattr(router, form.correction)
     routed = route_fused(logits_TE, correction_E, form.spec, RoutingContext(), 1)
     assert routed is not None
-    weights_TK = routed.scored.weights_TK
-    found = _Returned(
-        logits_TE.float() if form.wide_logits else logits_TE,
-        weights_TK if form.wide_weights else weights_TK.to(x.dtype),
-        routed.ids_TK,
-    )
-    places = dict(zip(form.order, found, strict=True))
-    return tuple(places[place] for place in range(3))
+    return form.returned(logits_TE, routed.scored.weights_TK, routed.ids_TK, x.dtype)
 
 
 def _may_route(x: Tensor, spec: RouterSpec) -> bool:

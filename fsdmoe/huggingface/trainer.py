@@ -42,8 +42,10 @@ from fsdmoe.huggingface.accelerator import (
     whole_weights,
     with_methods_of,
 )
+from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_life import whole_adapters
 from fsdmoe.huggingface.reference import settle_reference
+from fsdmoe.huggingface.routing import policies_of
 from fsdmoe.optim import AdamW
 from fsdmoe.rewrites import Rewrite, rewrite
 
@@ -105,7 +107,11 @@ class ShardedTrainer:
                 self.model, given.learning_rate, (given.adam_beta1, given.adam_beta2), given.adam_epsilon,
                 given.weight_decay, decays=lambda name, parameter: name in decayed,
             )  # fmt: skip
-        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        policies = policies_of(peel(self.model))
+        if policies is not None:
+            optimizer.register_step_post_hook(lambda *_: policies.end_step())
+        return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         self._collects = True

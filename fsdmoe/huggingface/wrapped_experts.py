@@ -49,13 +49,17 @@ class ParallelForward(ExpertCompute):
         routed: RoutedExperts,
         *,
         start: int,
-        sequential: bool,
+        experts: ExpertsConfig,
     ) -> None:
         self.module = module
         self.spec = adapters.spec
         self.adapters = adapters
         self.policy = ExpertPolicy(
-            self.spec.activation, limit=self.spec.limit, sequential=sequential, spare_sms=routed.spare_sms
+            self.spec.activation,
+            experts.weight_after,
+            limit=self.spec.limit,
+            sequential=experts.compute == "sequential",
+            spare_sms=routed.spare_sms,
         )
         self.memory_calls = plain_calls("experts")
         self._routed = routed
@@ -235,10 +239,8 @@ def parallelize_wrapped_experts(
     )
     if experts.sub_batches > 1:
         raise AssertionError("sub-batches of a wrapped model, which fsdmoe.config.compatibility refuses")
-    is_sequential = experts.compute == "sequential"
     routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
-    kind = _kind_of(spec)
-    forward = kind(module, adapters, routed, start=start, sequential=is_sequential)
+    forward = _kind_of(spec)(module, adapters, routed, start=start, experts=experts)
     module.parallel_forward = forward  # type: ignore[assignment]
     module.memory_calls = forward.memory_calls  # type: ignore[assignment]
     rewrite(module, Rewrite.EXPERTS, _routed_block if spec.weights_inputs else _forward)

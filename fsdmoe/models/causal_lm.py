@@ -7,13 +7,14 @@ Every rank calls it on its own, disjoint tokens. The loss that comes out is alre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from fsdmoe.experts.bias import BiasedRouter
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.experts.router import Router
 from fsdmoe.fsdp import Engine
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.precision.loss_scale import LossScaler
@@ -85,8 +86,9 @@ class CausalLM(Protocol):
         step."""
         ...
 
-    def routers(self) -> list[Router]:
-        """fsdmoe's routers, in the order of the rows of ``loads_LE``; none in a model that has its own."""
+    def routers(self) -> Sequence[BiasedRouter]:
+        """The routers that policies can balance, in the order of the rows of ``loads_LE``; none in a wrapped
+        model that routes by itself."""
         ...
 
     def moe_layers(self) -> list[int]:

@@ -128,13 +128,6 @@ def test_what_a_folder_cannot_be_asked_for_is_refused_by_name(tmp_path: Path) ->
     assert "mesh.tp: expected a divisor of 2 and 2 heads" in problem_of(hf, mesh__tp=4)
     assert "data.seq_len: expected a multiple of mesh.cp" in problem_of(hf, mesh__cp=4, data__seq_len=30)
     assert "mesh.ep: expected a divisor of the 8 experts, got 3" in problem_of(hf, mesh__ep=3)
-    balanced = problem_of(hf, experts__balance__z_loss=0.1)
-    assert "a wrapped model routes and balances as its config.json says" in balanced
-    assert "got experts.balance" in balanced
-    assert (
-        "routers of a wrapped model weigh by their current logits, got experts.replay_weights"
-        in problem_of(hf, experts__replay=tmp_path, experts__replay_weights=True)
-    )
     assert "train.recompute: is memory.recompute now" in problem_of(hf, train__recompute="norms")
 
 

@@ -15,7 +15,8 @@ from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.experts.routing_file import save_routed_experts
-from fsdmoe.huggingface.replay import _is_compiled, routing_tape
+from fsdmoe.huggingface.replay import _is_compiled
+from fsdmoe.huggingface.routing import routing_tape
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
