@@ -35,7 +35,7 @@ from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.moe import MoE
 from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_codes
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_sharded
-from fsdmoe.huggingface.lora import peel
+from fsdmoe.huggingface.lora import has_factors, peel
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.huggingface.routing import policies_of
@@ -51,6 +51,7 @@ from fsdmoe.precision.operand_state import OperandState
 from fsdmoe.precision.recipes import REPLACED
 from fsdmoe.quantized_layers import apply_recipe, check_recipe, keep_codes
 from fsdmoe.quantized_state import Figures, QuantizedState, state_of
+from fsdmoe.rounded_layers import round_weights
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,11 @@ class ParallelPolicy:
             inner = peel(model)
             is_wrapped = not isinstance(kind_of(inner), NativeKind)
             known["model"] = SimpleNamespace(hf=type(inner).__name__ if is_wrapped else None)
-            known["adapter"] = AdapterConfig(rank=int(has_magnitudes(inner)), kind="dora")
+            known["adapter"] = AdapterConfig(
+                rank=int(any(has_factors(module) for module in inner.modules())),
+                kind="dora" if has_magnitudes(inner) else "lora",
+                target_parameters=(),
+            )
         if meshes is not None:
             known["mesh"] = meshes.degrees
             known["context_parallel"] = SimpleNamespace(dynamic=False)  # which only a feed knows
@@ -189,6 +194,8 @@ def parallelize(
     states = [] if policy.precision.recipe == "bf16" else _quantize(model, meshes, policy.precision)
     if policy.precision.frozen_dtype is not None:
         logger.info("precision: %s", keep_frozen_in_codes(inner, policy.precision, meshes))
+    if policy.precision.qat is not None:
+        logger.info("precision: %s", round_weights(inner, policy.precision, meshes))
     small_chunks = policy.memory != _KEEP_ALL and _keep_less(inner, meshes, policy.memory, kind)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)

@@ -47,6 +47,7 @@ FLOORS = {
         "graphs",
         "quantized_layers",
         "frozen_layers",
+        "rounded_layers",
         "quantized_state",
     },
     5: {"launch", "plan", "run_config", "run_facts", "run_lock", "samples", "train"},

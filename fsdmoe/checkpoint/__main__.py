@@ -35,6 +35,7 @@ from fsdmoe.checkpoint.catalog import entries, require
 from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
 from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
 from fsdmoe.checkpoint.dcp_names import Family, parse_rule
+from fsdmoe.checkpoint.deployed import read_roundings
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_config import model_fields
@@ -306,6 +307,8 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
         )
     else:
         console.print(f"tokenizer files copied from {tokenizer}", markup=False)
+    if (rounded := read_roundings(reader.index.about)) is not None:
+        console.print(f"{len(rounded.names)} weights are in {rounded.format}, which they were trained for")
     console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
     return 0
 

@@ -17,6 +17,7 @@ from fsdmoe.all_ranks import require_alike
 from fsdmoe.checkpoint.adapter_names import SHELL, is_adapter_name, stored_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
+from fsdmoe.checkpoint.deployed import describe_roundings
 from fsdmoe.checkpoint.disk_names import architectures_of
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index
@@ -38,6 +39,7 @@ from fsdmoe.checkpoint.taken_codes import take_codes, takeable
 from fsdmoe.checkpoint.tree import Tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.mesh import Meshes
+from fsdmoe.precision.deployed_formats import all_roundings
 
 logger = logging.getLogger(__name__)
 
@@ -276,6 +278,8 @@ def about_parts(parts: Mapping[str, Any], meshes: Meshes | None) -> Tree:
             about["tied"] = {f"{key}/{a}": f"{key}/{b}" for a, b in tied_names(part).items()}
             if adapters := getattr(part, "peft_config", None):
                 about["adapters"] = {name: _plain_json(own.to_dict()) for name, own in adapters.items()}
+            if roundings := all_roundings(part):
+                about["qat"] = describe_roundings(roundings)
             config = getattr(part, "config", None)
             if config is not None and hasattr(config, "to_dict"):
                 about["hf_config"] = _plain_json(config.to_dict()) | architectures_of(part, config)

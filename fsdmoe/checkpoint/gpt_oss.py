@@ -38,7 +38,7 @@ _FORMS: dict[str, Form] = {
     ".experts.down_proj": "swapped",
 }
 BLOCKS, SCALES = "_blocks", "_scales"
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
 
 
@@ -70,7 +70,7 @@ def swapped_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
 
 def dequantise_mxfp4(blocks_ENGB: Tensor, scales_ENG: Tensor) -> Tensor:
     """``[E, 32G, N]`` in bf16, which holds every number of the format."""
-    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    table = torch.tensor([*FP4, *(-value for value in FP4)])
     # The low half comes first.
     codes = torch.stack((blocks_ENGB & 0x0F, blocks_ENGB >> 4), dim=-1).flatten(-2)
     exponents = scales_ENG.to(torch.int32) - _EXPONENT_BIAS

@@ -20,6 +20,7 @@ import torch
 
 from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.checkpoint.agree import from_first, together, world
+from fsdmoe.checkpoint.deployed import RoundedWeights, coded_boxes, quantization_config, read_roundings
 from fsdmoe.checkpoint.disk_names import Convention, check_written, disk_names
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, Shape, is_scale_history
@@ -66,6 +67,14 @@ class FileTensor:
 
     def read(self, reader: RegionReader) -> torch.Tensor:
         return self.stored(reader).to(self.dtype)
+
+    def matrices(self, reader: RegionReader) -> torch.Tensor:
+        """All rows of what it is a piece of, contracted elements last."""
+        if len(self.piece.disk_shape) == 3:
+            return self.stored(reader).mT
+        name = f"model/{self.piece.memory}"
+        sizes = (*self.piece.sizes[:-2], *reader.index.tensors[name].shape[-2:])
+        return reader.read_tensor(name, (*self.piece.low[:-2], 0, 0), sizes)
 
 
 class _InFP8:
@@ -132,7 +141,22 @@ def to_hf(
         plain = [t.disk.removesuffix(".weight") for t in tensors if _PLAIN_LINEAR.search(t.disk)]
         stated = {**_FP8_CONFIG, "modules_to_not_convert": sorted(plain)}
         config = {**config, "quantization_config": stated}
-    boxes = _boxes(tensors, reader, policy.fp8)
+    rounded = read_roundings(index.about)
+    if rounded is None:
+        boxes = _boxes(tensors, reader, policy.fp8)
+    elif policy.fp8:
+        raise CheckpointError(
+            f"{reader.name}: expected an export in {rounded.format}, which its weights were trained for "
+            "(precision.qat), got --fp8; leave it out"
+        )
+    else:
+        boxes = _rounded_boxes(tensors, reader, rounded)
+        kept = [
+            t.disk for t in tensors if len(t.piece.disk_shape) == 2 and t.piece.memory not in rounded.names
+        ]
+        is_gpt_oss = config.get("model_type") == "gpt_oss"
+        stated = quantization_config(rounded, kept, is_gpt_oss=is_gpt_oss)
+        config = {**config, "quantization_config": stated}
     is_copied = write_folder(
         target, boxes, config, tokenizer, shard_bytes=policy.shard_bytes, progress=progress
     )
@@ -252,6 +276,20 @@ def fp8_boxes(disk: str, shape: Shape, read: Callable[[], torch.Tensor]) -> Boxe
         SavedBox.whole(disk, shape, torch.float8_e4m3fn): partial(made.take, "codes"),
         SavedBox.whole(name, scales, torch.float32): partial(made.take, "scales"),
     }
+
+
+def _rounded_boxes(tensors: list[FileTensor], reader: RegionReader, rounded: RoundedWeights) -> Boxes:
+    """What goes into the files, with codes in place of what was rounded in training."""
+    boxes: Boxes = {}
+    for tensor in tensors:
+        piece = tensor.piece
+        if piece.memory in rounded.names:
+            whole = reader.index.tensors[f"model/{piece.memory}"].shape
+            boxes |= coded_boxes(piece, whole, rounded, partial(tensor.matrices, reader))
+        else:
+            box = SavedBox.whole(tensor.disk, piece.disk_shape, tensor.dtype)
+            boxes[box] = partial(tensor.read, reader)
+    return boxes
 
 
 def _check_fp8(tensors: list[FileTensor], projections: list[FileTensor]) -> None:

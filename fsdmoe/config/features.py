@@ -196,5 +196,9 @@ WEIGHTS_QUANTIZED_IN_USE = Feature(
     and not OTHER_RECIPE.is_on(chosen)
     and not chosen["precision.quantized_weights"],
 )  # fmt: skip
+QAT = Feature(
+    name="quantisation-aware training", key="precision.qat", shown="a format", off='"none"',
+    is_on=lambda chosen: chosen["precision.qat"] is not None,
+)  # fmt: skip
 EMULATION = switch("an emulated recipe", "precision.emulate")
 STATISTICS = above("statistics of a recipe", "precision.statistics", 0)

@@ -10,7 +10,8 @@ two rotating slots        repeated units, and whatever is no larger than the lar
 one wide slot             larger units: an embedding and a head are never needed at the same moment
 its own slot              the root; units of which nothing may be evicted (see ``FSDPConfig``, ``FSDPPolicy``)
 no slot                   groups sharded over a single rank: the gathered buffer is the shard itself (with
-                          ``fsdp.lean`` a slot for weights, into which they are cast)
+                          ``fsdp.lean`` or ``precision.qat`` a slot for weights, where they are cast or
+                          rounded)
 ========================  ===============================================================================
 """
 
@@ -38,6 +39,7 @@ from fsdmoe.placement import (
     local_tensor,
     placement_of,
 )
+from fsdmoe.precision.deployed_formats import WeightRounding, weight_rounding
 from fsdmoe.precision.formats import Scaling
 from fsdmoe.precision.four_bit import FourBit
 from fsdmoe.precision.quantized_weight import weight_coding
@@ -60,6 +62,8 @@ class ParamPlan:
     """How it is quantised for its way to other ranks and for its products, where it is."""
     transposed: bool = False
     """Its codes are wanted transposed too, where one rank holds all of it."""
+    rounding: WeightRounding | None = None
+    """How it is rounded once it is gathered, where it is (``precision.qat``)."""
     grad_share: float = 1.0
     """What a rank's gradient counts for in the sum over the shard axis: less than 1 where every rank of
     ``tp`` has all of it. A DTensor's gradient says itself (:mod:`fsdmoe.fsdp.dtensor`)."""
@@ -87,8 +91,8 @@ class GroupPlan:
     """In the order of the layout's segments."""
     layout: FlatLayout
     gathered: bool
-    """Computed with in a slot: brought there from other ranks, from the host, or cast from the main weights.
-    False: one rank holds everything, and modules compute with its shard."""
+    """Computed with in a slot: brought there from other ranks or from the host, cast from the main weights,
+    or rounded there. False: one rank holds everything, and modules compute with its shard."""
     reduced: bool
     """Gradients are written into a slot and summed from there. False: backward writes what the optimizer
     reads (or there are none)."""
@@ -109,6 +113,11 @@ class GroupPlan:
     def bytes_of(self, numel: int) -> int:
         """What so many weights take in compute precision, with the factors of their blocks."""
         return numel * self.dtype.itemsize if self.four_bit is None else self.four_bit.bytes_of(numel)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Of all of its parameters, or of none."""
+        return self.params[0].rounding is not None
 
     @property
     def keeps_codes(self) -> bool:
@@ -250,10 +259,11 @@ def plan_groups(
     """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole ranges."""
     groups: dict[tuple[Any, ...], list[ParamPlan]] = {}
     for plan in parameters:
-        key = (*shard_axes(plan, at), plan.dtype, plan.scaling, plan.transposed, plan.requires_grad)
-        groups.setdefault(key, []).append(plan)
+        is_rounded = plan.rounding is not None
+        coding = (plan.scaling, plan.transposed, is_rounded)
+        groups.setdefault((*shard_axes(plan, at), plan.dtype, *coding, plan.requires_grad), []).append(plan)
     planned = []
-    for (axis, outer_axis, dtype, _, _, requires_grad), plans in groups.items():
+    for (axis, outer_axis, dtype, _, _, is_rounded, requires_grad), plans in groups.items():
         plans.sort(key=lambda p: len(p.placement.global_shape) < 2)
         by_name = {plan.name: plan for plan in plans}
         layout = plan_layout(
@@ -266,7 +276,7 @@ def plan_groups(
                 axis, outer_axis, dtype, requires_grad,
                 params=tuple(by_name[segment.name] for segment in layout.segments),
                 layout=layout,
-                gathered=travels or is_cast,
+                gathered=travels or is_cast or is_rounded,
                 reduced=travels and requires_grad,
             )
         )  # fmt: skip
@@ -356,6 +366,7 @@ def _plan_parameter(
         granule=_granule(owned.name, shape, policy, scaling),
         dtensor=DTensorView.of(parameter) if computes_on_dtensor(parameter) else None,
         scaling=scaling, transposed=coding is not None and coding.transposed,
+        rounding=None if policy.precision.qat is None else weight_rounding(owned.places),
         grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
     )  # fmt: skip
 

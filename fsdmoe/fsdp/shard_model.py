@@ -228,7 +228,8 @@ def _told(plan: ModelPlan) -> dict[str, str]:
     return {
         f"parallelize: {param.name}": f"{list(param.placement.global_shape)} in "
         f"{str(param.dtype).removeprefix('torch.')}, {'trained' if param.requires_grad else 'frozen'}"
-        f"{', quantised' if param.scaling is not None else ''}, number {number} over {group.axis} with "
+        f"{', quantised' if param.scaling is not None else ''}"
+        f"{', rounded' if param.rounding is not None else ''}, number {number} over {group.axis} with "
         f"{unit.name or 'the root'}"
         for number, (param, group, unit) in enumerate(params)
     }
@@ -241,6 +242,11 @@ def _check_plan(plan: ModelPlan, policy: FSDPPolicy) -> None:
             "precision.quantized_weights: expected trained weights that a recipe covers, got none (they are "
             "frozen, kept out, or fully_shard was called on its own, which knows nothing of recipes); call "
             "fsdmoe.parallelize, let the recipe cover some, or set it to false"
+        )
+    if policy.precision.qat is not None and not any(g.is_rounded for unit in plan.units for g in unit.groups):
+        raise ConfigError(
+            "precision.qat: expected weights to round, got none (fully_shard was called on its own, which "
+            "knows nothing of experts); call fsdmoe.parallelize, or leave it out"
         )
     for unit in plan.units:
         for group in unit.groups:

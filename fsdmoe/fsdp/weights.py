@@ -15,7 +15,8 @@ Frozen weights that are kept so (``precision.frozen_dtype``) have codes alone, i
 while it is open: from :meth:`WeightBuffer.open` to :meth:`WeightBuffer.close`, which makes the codes of it.
 
 Over a single rank nothing is sent: ``full`` is ``shard``. In pure fp32 ``shard`` is ``main``. With
-``fsdp.lean`` there is no ``shard``: gathering casts ``main``.
+``fsdp.lean`` there is no ``shard``: gathering casts ``main``. With ``precision.qat`` gathering ends by
+rounding ``full`` in place, so products read rounded weights and gradients are those of the main weights.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fsdmoe.fsdp.four_bit_codes import FourBitCodes
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.kernels.backend import triton_for
+from fsdmoe.precision.deployed_formats import round_weight_
 from fsdmoe.precision.quantized_weight import WeightCodes
 
 
@@ -195,7 +197,7 @@ class WeightBuffer:
         stages += self._sent(self.main if self.shard is None else self.shard, self.full)
         if self.four_bit is not None:
             stages += self._sent(self.four_bit.factors, self.four_bit.full)
-        return stages
+        return stages + (self._rounding_stages() if self._plan.is_rounded else [])
 
     def _sent(self, source: torch.Tensor, full: torch.Tensor) -> list[Stage]:
         stages: list[Stage] = []
@@ -211,4 +213,13 @@ class WeightBuffer:
             stages.append(partial(all_gather, full, own, self._shard_group))
         elif own is source:
             stages.append(local(partial(full.copy_, source, non_blocking=True)))
+        return stages
+
+    def _rounding_stages(self) -> list[Stage]:
+        """Of whole weights: a block that is cut over ranks is put together by now."""
+        stages = []
+        for param, segment in zip(self._plan.params, self._plan.layout.segments, strict=True):
+            assert param.rounding is not None
+            weight = self.full[segment.start : segment.end].view(param.local_shape)
+            stages.append(local(partial(round_weight_, weight, param.rounding)))
         return stages

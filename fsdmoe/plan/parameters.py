@@ -32,6 +32,7 @@ from fsdmoe.optim.groups import freeze
 from fsdmoe.placement import SplitMeshes
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.quantized_layers import apply_recipe
+from fsdmoe.rounded_layers import round_weights
 from fsdmoe.tensor_parallel.split import split_tensors
 
 
@@ -72,7 +73,9 @@ def split_model(source: ModelSource, at: SplitMeshes) -> nn.Module:
     if source.model.hf is not None:
         model = build_folder_model(source.model.hf, source.adapter)
         freeze(model, source.frozen)
-        keep_frozen_in_codes(model, source.precision, at, split_wrapped(model, at))
+        experts = split_wrapped(model, at)
+        keep_frozen_in_codes(model, source.precision, at, experts)
+        round_weights(model, source.precision, at, experts)
     else:
         model = build_model(source.model, source.experts)
         freeze(model, source.frozen)
@@ -81,6 +84,7 @@ def split_model(source: ModelSource, at: SplitMeshes) -> nn.Module:
             if isinstance(module, MoE):
                 split_experts(module.experts, at)
         keep_frozen_in_codes(model, source.precision, at)
+        round_weights(model, source.precision, at)
     apply_recipe(model, source.precision)
     return model
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from fsdmoe.errors import refuse
-from fsdmoe.precision.formats import ELEMENTS, Recipe
+from fsdmoe.precision.formats import ELEMENTS, DeployedFormat, Recipe
 from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 from fsdmoe.precision.recipes import RECIPES, RecipeName, build_recipe
 from fsdmoe.rules import at_least, one_of
@@ -76,6 +76,13 @@ class PrecisionConfig:
     frozen_block: int | None = None
     """With frozen_dtype = "nf4" or "int4": how many elements share a scale, a power of two; none is 64 for
     nf4 and 128 for int4. Rows that are no multiple of it stay in param_dtype."""
+    qat: DeployedFormat | None = None
+    """Quantisation-aware training: forward and backward compute with weights rounded to the format that they
+    are going to be served in, gradients go to the weights that were not rounded, and to-hf writes that format
+    (docs/qat.md). int4: blocks of 32; mxfp4, nvfp4; fp8: E4M3 with a scale a row; none rounds nothing."""
+    qat_modules: tuple[str, ...] = ("*.experts",)
+    """With qat: the modules whose weights are rounded, as patterns of their names: experts, and projections
+    of attention, of MLPs and of shared experts ("*.self_attn.*_proj"). Others never are."""
     emulate: bool = False
     """Round the operands of a recipe and multiply them in float32 or, on Hopper, in bfloat16, where nothing
     is lost by it: for studying its numerics where the device has no kernels for it. What is rounded is exact,
@@ -92,6 +99,7 @@ class PrecisionConfig:
             "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None),
             "frozen_dtype": (*get_args(FrozenDtype), None),
             "frozen_block": (32, 64, 128, 256, 512, None),
+            "qat": (*get_args(DeployedFormat), None),
         }  # fmt: skip
         problems = one_of("precision", vars(self), allowed)
         problems += at_least(
@@ -109,7 +117,33 @@ class PrecisionConfig:
                 'precision.frozen_block: expected precision.frozen_dtype = "nf4" or "int4", got '
                 f"{self.frozen_dtype or 'none'}; set that, or drop the line"
             )
-        refuse(problems or self._recipe_problems())
+        refuse(problems or self._qat_problems() + self._recipe_problems())
+
+    def _qat_problems(self) -> list[str]:
+        """Keys that say something else of the same weights than ``qat`` does, or nothing without it."""
+        if self.qat is None:
+            is_default = self.qat_modules == PrecisionConfig.__dataclass_fields__["qat_modules"].default
+            return [] if is_default else [
+                'precision.qat_modules: expected precision.qat with it, got "none"; choose a format, or drop '
+                "the line"
+            ]  # fmt: skip
+        problems = []
+        if self.recipe != "bf16":
+            problems.append(
+                f'precision.qat: expected precision.recipe = "bf16", got "{self.recipe}", which rounds the '
+                "same weights a second time, otherwise; drop one of them"
+            )
+        if self.frozen_dtype is not None:
+            problems.append(
+                f'precision.qat: expected precision.frozen_dtype = "none", got "{self.frozen_dtype}", which '
+                "is another format for the same weights; drop one of them"
+            )
+        if not self.qat_modules:
+            problems.append(
+                'precision.qat_modules: expected patterns of names, got none; write ["*.experts"], or '
+                'precision.qat = "none"'
+            )
+        return problems
 
     def _recipe_problems(self) -> list[str]:
         """Keys that the recipe leaves without effect."""

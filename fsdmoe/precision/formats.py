@@ -50,6 +50,10 @@ ScaleKind = Literal["float32", "power_of_two", "two_level"]
 top of one float32 for the whole operand (NVFP4)."""
 
 
+DeployedFormat = Literal["int4", "mxfp4", "nvfp4", "fp8"]
+"""What servers store weights in; see :mod:`fsdmoe.precision.deployed_formats`."""
+
+
 @dataclass(frozen=True)
 class Scaling:
     """How one operand is quantised."""

@@ -25,8 +25,9 @@ ROOT = f"{Path(fsdmoe.__file__).parent}/"
 MOST_FILES = {"parallelize": 33, "MoE forward": 18, "step": 60}
 MOST_CALLS_OF_A_STEP = 3664
 OFF = (
-    "formats.py", "features.py", "rules.py", "frozen_layers.py", "quantized_", "checkpoint/", "config/",
-    "context_parallel/", "experts/capacity.py", "experts/dispatch/flex", "experts/dispatch/host_reader.py",
+    "formats.py", "features.py", "rules.py", "frozen_layers.py", "rounded_layers.py", "quantized_",
+    "checkpoint/", "config/", "context_parallel/", "experts/capacity.py", "experts/dispatch/flex",
+    "experts/dispatch/host_reader.py",
     "experts/replay.py", "experts/shared.py", "fsdp/block_scales.py", "fsdp/dtensor.py", "fsdp/guard.py",
     "fsdp/loss_scaling.py", "fsdp/subclass.py", "graphs/", "huggingface/", "kernels/quantized", "kernels/fp8",
     "memory/", "models/projections.py", "models/sub_batches.py", "precision/", "tensor_parallel/",
