@@ -59,8 +59,10 @@ def build(name: str, settings: argparse.Namespace) -> Contender:
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation="sdpa").train()
     if name == "transformers":
-        kept = {"lr": RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
-        return Contender("plain", model, torch.optim.AdamW(model.parameters(), fused=True, **kept))
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        return Contender("plain", model, optimizer)
     dtype = str(DTYPE).removeprefix("torch.")
     precision = PrecisionConfig(param_dtype=dtype, main_dtype=dtype, reduce_dtype=dtype)  # type: ignore[arg-type]
     model = parallelize(model, build_meshes(), ParallelPolicy(precision=precision))

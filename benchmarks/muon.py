@@ -102,7 +102,7 @@ def main() -> None:
         tokens_BS = torch.randint(config.vocab_size, (args.batch, args.length), device=DEVICE)
         rows = {}
         for kind in ("adamw", "muon"):
-            rows[kind] = measure(model, kind, tokens_BS, args)  # type: ignore[arg-type]
+            rows[kind] = measure(model, kind, tokens_BS, args)
             gc.collect()
             wait(DEVICE)
     report(rows["adamw"], rows["muon"])

@@ -110,8 +110,9 @@ class FusedProducts:
         dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
         dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
         dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles)
-        how = {"activation": self.activation, "limit": self.limit}
-        dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, **how)
+        dpre_M2N = swiglu_backward_(
+            pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, activation=self.activation, limit=self.limit
+        )
         if grads.weights_RK is not None:
             grads.weights_RK.put(dweights_RK)
         # ``swiglu_backward_`` has overwritten dact with the activation, which the weight's gradient needs.
