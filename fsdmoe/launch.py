@@ -78,7 +78,8 @@ def _start_ranks(options: dict[str, str], arguments: Sequence[str]) -> int:
     os.environ[CHECKED] = "1"
     logging.disable(logging.ERROR)  # this process says one thing: the cause
     try:
-        run(parse_args([*alone, *given, "-m", "fsdmoe", "train", *arguments]))
+        # what follows -- is not torchrun's: its parser would take --run for one of its own options
+        run(parse_args([*alone, *given, "-m", "--", "fsdmoe", "train", *arguments]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if failure.exitcode < 0:

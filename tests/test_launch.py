@@ -1,5 +1,6 @@
 """``fsdmoe train`` refuses before it starts a rank, and says the cause alone."""
 
+import argparse
 import json
 import logging
 from collections.abc import Iterator
@@ -65,6 +66,16 @@ def test_a_killed_rank_s_cause_is_said_and_what_a_rank_said_is_not_repeated(
     capsys.readouterr()
     assert launch._start_ranks({"--nproc-per-node": "2"}, QUICK) == code
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.usefixtures("as_before")
+def test_options_that_begin_as_torchrun_s_own_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[argparse.Namespace] = []
+    monkeypatch.setattr(torch.distributed.run, "run", started.append)
+    words = ["--run", "runs/ep2", "--log", "1"]
+    assert launch._start_ranks({"--nproc-per-node": "2"}, words) == 0
+    assert started[0].nproc_per_node == "2"
+    assert [started[0].training_script, *started[0].training_script_args] == ["fsdmoe", "train", *words]
 
 
 @pytest.mark.full
