@@ -21,7 +21,9 @@ from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    FileSizeColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -119,6 +121,9 @@ def _parser() -> argparse.ArgumentParser:
         ("source", "the adapter: a folder of peft or to-adapter, a checkpoint, or a run's folder"), out,
     )  # fmt: skip
     command.add_argument("--adapter", default="default", help="its name in the model, of a checkpoint")
+    command.add_argument(
+        "--any-base", action="store_true", help="also if the adapter's configuration names another base"
+    )
     command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: those of the base")
     command.add_argument("--requantise", action="store_true", help="write a base in FP8 as FP8 again")
     command.add_argument(
@@ -327,6 +332,7 @@ def _merge_adapter(options: argparse.Namespace, console: Console) -> int:
             options.source,
             options.out,
             name=options.adapter,
+            any_base=options.any_base,
             dtype=_DTYPES.get(options.dtype),
             requantise=options.requantise,
             shard_bytes=int(options.shard_size * 1e9),
@@ -418,13 +424,15 @@ def _converted(path: str, console: Console) -> int:
 def _bar(console: Console, text: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """This rank's bytes; with several ranks the first one's share stands for all."""
     share = None if total is None else -(-total // world()[1])
-    columns = (
+    columns: tuple[ProgressColumn, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
+    if share is None:  # neither a share nor a remaining time can be shown
+        columns = (TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(text, total=share)
         yield lambda count: progress.advance(task, count)

@@ -59,6 +59,7 @@ def merge_adapter(
     target: StrPath,
     *,
     name: str = "default",
+    any_base: bool = False,
     dtype: torch.dtype | None = None,
     requantise: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -74,6 +75,7 @@ def merge_adapter(
         adapter: A folder of peft or ``to_adapter``, or a checkpoint of a run with adapters.
         target: The folder to write. Configuration, tokenizer and generation files are those of ``base``.
         name: Of the adapter in a checkpoint.
+        any_base: Merge into ``base`` even if the adapter's configuration names another model.
         dtype: Of all weights; None keeps each one's own.
         requantise: Write a base in FP8 as FP8 again. Weights that the adapter leaves alone keep their codes.
         shard_bytes: Largest size of a file.
@@ -89,6 +91,8 @@ def merge_adapter(
     if os.path.realpath(adapter) == os.path.realpath(target):
         raise CheckpointError(f"{target}: expected a folder to make, got that of the adapter")
     _refuse_quantised(os.fspath(base), folder, dtype, requantise=requantise)
+    if not any_base:
+        together(lambda: _refuse_another_base(os.fspath(adapter), os.fspath(base), config))
     changes = together(lambda: _plan(os.fspath(adapter), os.fspath(base), folder, found, config))
     changed = {*changes.factors, *changes.replaced}
     reader = RegionReader(storage, called, Index(folder.readable, {}, folder.files), threads=1)
@@ -242,6 +246,26 @@ def _of_checkpoint(reader: RegionReader, name: str) -> tuple[Boxes, Tree]:
             "weights too, which the base does not have; load it, call merge_and_unload, save it and use to-hf"
         )
     return adapter_content(reader, name, "peft")
+
+
+def _refuse_another_base(where: str, base: str, config: Tree) -> None:
+    """Weights of another base may fit as well, so the name in the adapter's configuration decides."""
+    named = str(config.get("base_model_name_or_path") or "")
+    if not named or os.path.realpath(named) == os.path.realpath(base):
+        return
+    is_here = os.path.isdir(named)
+    if is_here or not _model_names(named) & _model_names(base):
+        found = "another folder that is here" if is_here else "a model of another name"
+        raise CheckpointError(
+            f"{where}/{CONFIG}: base_model_name_or_path: expected {base}, got {named}, {found}; merge into "
+            "the model that the adapter was trained on, or say that both are the same with --any-base"
+        )
+
+
+def _model_names(path: str) -> set[str]:
+    """The last name of a path or of a model on the hub; in the hub's cache also that of the model."""
+    parts = path.rstrip("/").split("/")
+    return {parts[-1], *(part.split("--")[-1] for part in parts if part.startswith("models--"))}
 
 
 def _plan(where: str, base: str, folder: HFFolder, found: Boxes, config: Tree) -> _Changes:

@@ -60,7 +60,10 @@ class LocalStorage:
         """Make an empty, invisible folder for ``name``."""
         final = self._path / name
         if final.exists() and not (final / MANIFEST).is_file() and not _is_empty(final):
-            raise CheckpointError(f"{final} exists and is not a checkpoint; choose another path or remove it")
+            raise CheckpointError(
+                f"{final} exists and is not a checkpoint, which alone would be replaced; choose another path "
+                "or remove it"
+            )
         folder = self._path / f"{_SAVING}{name}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

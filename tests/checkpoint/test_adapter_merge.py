@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,11 +199,28 @@ def make_unfrozen_run(folder: Path) -> None:
     one.save(1, {"model": {"w": torch.ones(2)}})
 
 
+def name_base(folder: Path, name: str) -> None:
+    edit(folder / "adapter/adapter_config.json", base_model_name_or_path=name)
+
+
+def name_folder_with_equal_shapes(folder: Path) -> None:
+    shutil.copytree(folder / "base", folder / "trained")
+    name_base(folder, str(folder / "trained"))
+
+
 PROBLEMS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a base in fp8": (quantise_base, r"base: expected weights that are not quantised, got FP8"),
     "another base": (
         change_base,
         r"layers\.0\.self_attn\.k_proj: expected factors of one weight of the base",
+    ),
+    "another folder": (
+        name_folder_with_equal_shapes,
+        r"base_model_name_or_path: expected .*/base, got .*/trained, another folder that is here",
+    ),
+    "another name": (
+        lambda folder: name_base(folder, "Qwen/Qwen3-30B-A3B"),
+        r"expected .*/base, got Qwen/Qwen3-30B-A3B, a model of another name; .*--any-base",
     ),
     "another kind": (
         lambda folder: edit(folder / "adapter/adapter_config.json", peft_type="IA3"),
@@ -242,7 +260,7 @@ def test_a_base_in_fp8_is_merged_as_numbers_or_in_fp8_again_where_the_update_sur
     numbers, again = (load_file(tmp_path / name / "model.safetensors") for name in ("numbers", "fp8"))
     checkpoint.from_hf(base, tmp_path / "plain checkpoint", dtype=torch.float32)
     checkpoint.to_hf(tmp_path / "plain checkpoint", tmp_path / "plain base")
-    merge_adapter(tmp_path / "plain base", adapter, tmp_path / "expected")
+    merge_adapter(tmp_path / "plain base", adapter, tmp_path / "expected", any_base=True)
     torch.testing.assert_close(numbers, load_file(tmp_path / "expected/model.safetensors"))
     for name, values in numbers.items():
         scale = again.get(f"{name}_scale_inv")
@@ -252,6 +270,24 @@ def test_a_base_in_fp8_is_merged_as_numbers_or_in_fp8_again_where_the_update_sur
     with pytest.raises(CheckpointError, match=r"rounding to FP8 changes it .* times as much as the adapter"):
         merge_adapter(base, adapter, tmp_path / "lost", requantise=True)
     assert not (tmp_path / "lost").exists()
+
+
+def test_a_base_is_known_by_its_folder_or_its_last_name_or_may_be_any(tmp_path: Path) -> None:
+    saved(QWEN, tmp_path)
+    cached = tmp_path / "models--Qwen--Qwen3-30B-A3B/snapshots/0a1b"
+    shutil.copytree(tmp_path / "base", cached)
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    cases = [
+        ("link", tmp_path / "base"),
+        ("/elsewhere/base/", tmp_path / "base"),
+        ("Qwen/Qwen3-30B-A3B", cached),
+    ]
+    for number, (name, base) in enumerate(cases):
+        name_base(tmp_path, name if number else str(tmp_path / name))
+        merge_adapter(base, tmp_path / "adapter", tmp_path / f"merged{number}")
+    name_base(tmp_path, "Qwen/another")
+    paths = [str(tmp_path / name) for name in ("base", "adapter", "merged")]
+    assert main(["merge-adapter", *paths, "--any-base"]) == 0
 
 
 def test_factors_of_a_square_weight_of_experts_alone_are_refused(tmp_path: Path) -> None:
