@@ -7,6 +7,8 @@ from typing import Literal
 
 from fsdmoe.errors import refuse
 
+ALL_LINEAR = "all-linear"
+"""What peft calls all linear layers but the head, with fused experts and routers."""
 Kind = Literal["none", "lora", "dora"]
 
 
@@ -24,8 +26,8 @@ class AdapterConfig:
     dropout: float = 0.0
     """Of the adapters' inputs; peft has none for fused experts."""
     target_modules: tuple[str, ...] | None = None
-    """Names of the projections with adapters, as in peft; none takes those of attention, as the model has
-    them."""
+    """Names of the projections with adapters, as in peft, or all-linear (experts and routers too); none takes
+    those of attention, as the model has them."""
     target_parameters: tuple[str, ...] | None = None
     """Names of the fused experts' weights with adapters, as in peft; none takes all of them with lora, and []
     leaves experts as they are."""
@@ -42,6 +44,12 @@ class AdapterConfig:
             problems.append(
                 f"adapter.kind: expected lora for adapter.target_parameters {list(self.target_parameters)}, "
                 "got dora, which peft does not have for fused experts; set adapter.target_parameters = []"
+            )
+        modules = self.target_modules or ()
+        if ALL_LINEAR in modules and (len(modules) > 1 or self.target_parameters is not None):
+            problems.append(
+                f"adapter.target_modules: expected {ALL_LINEAR} alone and without adapter.target_parameters, "
+                f"for it has experts and routers too, got {list(modules)}; name the projections instead"
             )
         if self.is_on and self.dropout and self.adapts_experts:
             problems.append(

@@ -5,7 +5,7 @@ A model that has adapters needs nothing of this: :mod:`fsdmoe.huggingface.lora` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.huggingface.adapters import find_experts
-from fsdmoe.huggingface.lora_config import AdapterConfig
+from fsdmoe.huggingface.lora_config import ALL_LINEAR, AdapterConfig
 from fsdmoe.rules import nearest
 
 try:
@@ -35,15 +35,17 @@ def add_adapters(model: nn.Module, config: AdapterConfig, folder: str) -> None:
             "adapter.target_modules: expected attention or fused experts in the model of model.hf, got "
             "neither by structure; name the projections that are to have adapters"
         )
-    _refuse_unmatched("target_modules", modules, [name for name, _ in model.named_modules()])
-    _refuse_unmatched("target_parameters", parameters, [name for name, _ in model.named_parameters()])
+    is_all_linear = ALL_LINEAR in modules  # a word of peft's, not a name
+    if not is_all_linear:
+        _refuse_unmatched("target_modules", modules, dict(model.named_modules()))
+    _refuse_unmatched("target_parameters", parameters, dict(model.named_parameters()))
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
         lora_alpha=config.rank if config.alpha is None else config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         use_dora=config.kind == "dora",
-        target_modules=list(modules),
+        target_modules=ALL_LINEAR if is_all_linear else list(modules),
         target_parameters=list(parameters) or None,
         base_model_name_or_path=folder,
     )
@@ -95,14 +97,17 @@ def expert_parameters(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _refuse_unmatched(key: str, targets: Sequence[str], names: Sequence[str]) -> None:
+def _refuse_unmatched(
+    key: str, targets: Sequence[str], parts: Mapping[str, nn.Module | nn.Parameter]
+) -> None:
     """A name that fits nothing would leave a part without adapters: where another one fits, peft warns at
     most."""
-    ends = sorted({name.rpartition(".")[2] for name in names} - {""})
+    usual = {name: part for name, part in parts.items() if isinstance(part, (nn.Linear, nn.Parameter))}
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in usual)
     problems = [
         f"adapter.{key}: expected the end of a name in the model of model.hf, got {target!r}, which fits "
         f"none; {nearest(target, ends)}"
         for target in targets
-        if not any(name == target or name.endswith(f".{target}") for name in names)
+        if not any(name == target or name.endswith(f".{target}") for name in parts)
     ]
     refuse(problems)

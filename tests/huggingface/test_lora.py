@@ -13,6 +13,7 @@ import fsdmoe
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.lora import ExpertAdapters, peel
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.lora_routers import connect_other_parameters
 from fsdmoe.mesh import Axis
 from fsdmoe.optim import AdamW
@@ -23,6 +24,22 @@ from tests.support.hf_tiny import tiny_hf
 from tests.support.lora_case import adapted, alone, differences, wrapped
 
 pytestmark = requires_peft
+
+
+def test_all_linear_means_to_a_run_what_it_means_to_peft() -> None:
+    import peft
+
+    from fsdmoe.huggingface.peft_api import add_adapters
+
+    plain = peft.get_peft_model(tiny_hf("qwen3_moe"), peft.LoraConfig(r=2, target_modules="all-linear"))
+    ours = tiny_hf("qwen3_moe")
+    add_adapters(ours, AdapterConfig(rank=2, target_modules=("all-linear",)), "folder")
+    expected = {name: p.shape for name, p in peel(plain).named_parameters() if p.requires_grad}
+    assert {name: p.shape for name, p in ours.named_parameters() if p.requires_grad} == expected
+    with pytest.raises(
+        ConfigError, match="'wrong', which fits none; choose one of q_proj, k_proj, v_proj, o_pr"
+    ):
+        add_adapters(tiny_hf("qwen3_moe"), AdapterConfig(rank=2, target_modules=("wrong",)), "folder")
 
 
 def product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:

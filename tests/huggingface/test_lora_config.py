@@ -29,6 +29,10 @@ def test_dora_leaves_experts_alone_by_default() -> None:
             {"rank": 8, "kind": "dora", "target_parameters": ("mlp.experts.down_proj",)},
             r"adapter\.kind: expected lora .* set adapter\.target_parameters = \[\]",
         ),
+        (
+            {"rank": 8, "target_modules": ("all-linear",), "target_parameters": ()},
+            r"adapter\.target_modules: expected all-linear alone and without adapter\.target_parameters",
+        ),
     ],
 )
 def test_what_peft_does_not_have_is_refused_by_its_key(keys: dict, message: str) -> None:
