@@ -4,12 +4,31 @@ A prompt is a user's turn if the tokenizer has a chat template; else, or with ``
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+_COMMAND = "python -m fsdmoe.checkpoint"
+
+
+def refuse_other_folders(folder: str) -> None:
+    """Adapters and runs have to become Hugging Face folders first; what is no folder here is a hub's name."""
+    if Path(folder, "adapter_config.json").exists():
+        raise SystemExit(
+            f"{folder}: expected a Hugging Face folder, got an adapter; merge it first: "
+            f"{_COMMAND} merge-adapter BASE {folder} OUT"
+        )
+    if Path(folder).is_dir() and not Path(folder, "config.json").exists():
+        raise SystemExit(
+            f"{folder}: expected a Hugging Face folder, got one without config.json; export a run or "
+            f"checkpoint first: {_COMMAND} to-hf {folder} OUT, or with adapters: {_COMMAND} merge-adapter "
+            f"BASE {folder} OUT"
+        )
+
 
 def main(folder: str, prompt: str, *, plain: bool = False) -> str:
+    refuse_other_folders(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     is_chat = bool(tokenizer.chat_template) and not plain

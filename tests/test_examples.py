@@ -73,6 +73,17 @@ def test_generation_goes_on_with_a_plain_prompt_and_says_what_it_loaded(
     assert re.fullmatch(r"(w\d+ ?)+", answer)
 
 
+def test_generation_says_how_an_adapter_or_a_run_becomes_a_folder_for_it(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    for folder, command in (("adapter", "merge-adapter BASE"), ("run", "to-hf")):
+        with pytest.raises(
+            SystemExit, match=rf"{folder}: expected a Hugging Face folder.* {command} .*{folder} OUT"
+        ):
+            example("generate").main(str(tmp_path / folder), "w1")
+
+
 def test_fine_tuning_a_folder_leaves_a_checkpoint(tmp_path: Path) -> None:
     make_folder(tmp_path / "hf")
     (tmp_path / "text.txt").write_text(" ".join(f"w{n % 64}" for n in range(200)))
