@@ -102,6 +102,8 @@ def _from_text(text: str, hint: Any) -> Any:
     if _takes_string(hint):
         return text
     inner = _item_of(hint)
+    if text.lower() in ("none", "null") and inner is not None:
+        return []
     try:
         value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
         return value if inner is None or isinstance(value, list) else [value]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.config import load_config
+from fsdmoe.config.values import parse_override
+from fsdmoe.memory.config import MemoryConfig
 from tests.support.scripts import IMPORTS_ROOT, run_program
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +51,14 @@ def test_an_incomplete_command_line_is_refused(
         load_config(arguments)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["none", "[]"])
+def test_a_list_is_emptied_by_none_as_by_brackets(text: str) -> None:
+    values: dict[str, object] = {"recompute": ["norms"]}
+    problems: list[str] = []
+    parse_override(values, MemoryConfig, "memory.recompute", text, problems)
+    assert (values, problems) == ({"recompute": []}, [])
 
 
 @pytest.mark.parametrize("size", ["0", "two"])
