@@ -1,14 +1,18 @@
-"""``fsdmoe train``, also ``python -m fsdmoe train``: a run with all its ranks on this host.
+"""``fsdmoe COMMAND``, also ``python -m fsdmoe COMMAND``: ``train`` is a run with all its ranks on this host.
 
-Other commands: ``python -m fsdmoe.plan``, ``.data``, ``.observe`` and ``.checkpoint``.
+The others are those of packages: ``fsdmoe plan`` is ``python -m fsdmoe.plan``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
 from fsdmoe.launch import launch, run_rank
+from fsdmoe.rules import nearest
+
+_PACKAGES = ("plan", "checkpoint", "observe", "data")
 
 
 def main() -> int:
@@ -16,11 +20,16 @@ def main() -> int:
     match sys.argv[1:]:
         case ["train", *arguments]:
             return run_rank(arguments) if "RANK" in os.environ else launch(arguments)
+        case [word, *arguments] if word in _PACKAGES:
+            # imported when it is asked for: not all of them need torch, which takes seconds
+            return importlib.import_module(f"fsdmoe.{word}.__main__").main(arguments) or 0
         case [] | ["--help" | "-h"]:
             print("usage: fsdmoe train [--nproc-per-node N] [--config FILE.toml] ... (fsdmoe train --help)")
+            print(f"       fsdmoe {'|'.join(_PACKAGES)} ... (fsdmoe plan --help)")
             return 0
         case [word, *_]:
-            print(f"fsdmoe: {word}: expected train, got another command; see fsdmoe --help", file=sys.stderr)
+            found = nearest(word, ("train", *_PACKAGES))
+            print(f"fsdmoe: {word}: expected a command, got another word; {found}", file=sys.stderr)
     return 2
 
 

@@ -11,6 +11,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdmoe import launch
+from fsdmoe.__main__ import main as command
 from fsdmoe.config.command_line import CHECKED
 from tests.support.scripts import run_program
 
@@ -76,6 +77,19 @@ def test_options_that_begin_as_torchrun_s_own_reach_the_ranks(monkeypatch: pytes
     assert launch._start_ranks({"--nproc-per-node": "2"}, words) == 0
     assert started[0].nproc_per_node == "2"
     assert [started[0].training_script, *started[0].training_script_args] == ["fsdmoe", "train", *words]
+
+
+def test_commands_of_packages_are_run_and_others_are_answered_with_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        (["plan"], "fsdmoe: model and --gpus: expected both"),
+        (["observe", "compare", "nowhere"], "fsdmoe: nowhere"),
+        (["compare"], "choose one of train, plan, checkpoint, observe, data\n"),
+    ):
+        monkeypatch.setattr("sys.argv", ["fsdmoe", *words])
+        assert command() == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.full
