@@ -124,7 +124,7 @@ class Ranking:
     def why_nothing_fits(self) -> str:
         if not self.losses:
             return (
-                "--gpus: no mesh of so many ranks, with what is fixed, divides the model and the batch; "
+                "--gpus: no mesh of so many ranks divides the model and the batch; "
                 "choose a number of GPUs that divides the sequences of a step (--tokens-per-step / --seq)"
             )
         tried = [loss.leanest for loss in self.losses if loss.leanest is not None]
@@ -148,6 +148,21 @@ def search(config: Config, job: Job, gpu: Gpu, num_gpus: int, fixed: Fixed | Non
     return _Search(config, job, gpu, fixed or Fixed()).run(num_gpus)
 
 
+def _fixed_problems(fixed: Fixed, legal: list[Degrees], num_gpus: int) -> list[str]:
+    """Which of the fixed degrees no mesh has; all of them where each alone is possible."""
+    wanted = {axis: getattr(fixed, axis) for axis in ("tp", "cp", "ep", "dp_outer")}
+    wanted = {axis: size for axis, size in wanted.items() if size is not None}
+    possible = {axis: sorted({getattr(degrees, axis) for degrees in legal}) for axis in wanted}
+    problems = [
+        f"--{axis.replace('_', '-')}: no mesh of {num_gpus} ranks for this model and batch has {size}; "
+        f"choose one of {', '.join(map(str, possible[axis]))}"
+        for axis, size in wanted.items()
+        if size not in possible[axis]
+    ]
+    given = ", ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in wanted.items())
+    return problems or [f"{given}: no mesh of {num_gpus} ranks has all of them; fix less"]
+
+
 class _Search:
     def __init__(self, config: Config, job: Job, gpu: Gpu, fixed: Fixed) -> None:
         self._config, self._job, self._gpu, self._fixed = config, job, gpu, fixed
@@ -158,8 +173,10 @@ class _Search:
         self._recompute = fixed.parts(recompute_choices(job.model, is_wrapped=job.is_wrapped))
 
     def run(self, num_gpus: int) -> Ranking:
-        legal = legal_degrees(self._config, self._job, num_gpus, self._gpu)
+        legal = list(legal_degrees(self._config, self._job, num_gpus, self._gpu))
         allowed = [d for d in legal if self._fixed.allows(tp=d.tp, cp=d.cp, ep=d.ep, dp_outer=d.dp_outer)]
+        if legal and not allowed:
+            raise ConfigError(*_fixed_problems(self._fixed, legal, num_gpus))
         plain = self._bases[StateChoice()]
         compatible = [d for d in allowed if self._is_compatible(replace(plain, degrees=d))]
         if allowed and not compatible:

@@ -127,6 +127,13 @@ def test_a_batch_that_no_mesh_divides_is_refused() -> None:
         _ = ranked("qwen3-30b-a3b", 7, "h100", 3 * 4096).best
 
 
+def test_a_fixed_degree_that_no_mesh_has_is_refused_by_its_option() -> None:
+    text = refused("tiny-qwen3", 4, fixed=Fixed(ep=3))
+    assert text == "--ep: no mesh of 4 ranks for this model and batch has 3; choose one of 1, 2, 4"
+    text = refused("tiny-qwen3", 4, fixed=Fixed(tp=2, dp_outer=4))
+    assert text == "--tp 2, --dp-outer 4: no mesh of 4 ranks has all of them; fix less"
+
+
 def test_meshes_that_the_optimizer_refuses_are_not_proposed() -> None:
     """Stochastic rounding wants blocks of 64 elements, which ``tp`` would cut in a model as narrow."""
     wanted = read_request(Request("tiny-qwen3", 2, "h100", 4096))
