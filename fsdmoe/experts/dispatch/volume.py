@@ -64,8 +64,7 @@ def choose_dispatcher(layout: ExpertLayout) -> Choice:
         return Choice("local", "every rank holds every expert (ep 1)")
     exact, everyone = layout.rows_per_token("all_to_all"), layout.rows_per_token("allgather")
     dispatcher = "all_to_all" if exact * ALL_TO_ALL_COST < everyone else "allgather"
-    volumes = (
-        f"a token needs {exact:.2f} of the {everyone:.0f} other ranks that share its experts: all_to_all "
-        f"sends it to those alone, at {ALL_TO_ALL_COST:.2f} times the cost a rank, allgather to all"
-    )
-    return Choice(dispatcher, volumes)
+    others = "the other rank" if everyone == 1 else f"{everyone:.0f} other ranks"
+    cost = "would cost more" if dispatcher == "all_to_all" else "costs less"
+    reason = f"a token needs {exact:.2f} of {others} on average; sending every token to all {cost}"
+    return Choice(dispatcher, reason)
