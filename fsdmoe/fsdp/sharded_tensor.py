@@ -24,8 +24,10 @@ everything else                    refused: an index or a reduction of a piece i
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -351,10 +353,26 @@ def _draw(func: Any, target: ShardedTensor, *args: Any, generator: Any = None, *
 
 
 def _refuse(func: Any, why: str) -> NoReturn:
+    if optimizer := _optimizer_at_work():
+        raise NotImplementedError(
+            f"{optimizer} needs {func}, which a ShardedTensor does not have: {why}. Take an optimizer whose "
+            "update is element by element, such as AdamW or SGD"
+        )
     raise NotImplementedError(
         f"{func} on a ShardedTensor: {why}. A sharded parameter has whole values only inside its module's "
         "forward; elsewhere use element-wise operations, `.piece` and `.boxes`, or `full_tensor()`"
     )
+
+
+def _optimizer_at_work() -> str | None:
+    """The optimizer whose step calls this, by its class: torch's functions do not name it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.optim.Optimizer):
+            return type(caller).__qualname__
+        frame = frame.f_back
+    return None
 
 
 def _run_pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -120,11 +120,13 @@ def _build(root: nn.Module) -> None:
     for inner in inside:
         name = type(inner).__name__
         if state_of(inner).engine is not None:
-            raise ConfigError(
-                f"fsdp2: {name} inside {type(root).__name__} is a sharded model already: wrapped modules "
-                "were inside of it, or its parameters were used before the root was wrapped; wrap the "
-                "innermost blocks and then the root, before anything is done with them"
+            nested = _wrapped_inside(inner)
+            why = (
+                f"it is wrapped around {type(nested[0]).__name__}, and units do not nest; wrap one of the two"
+                if nested
+                else "its parameters were used before the root was wrapped; wrap the root before that"
             )
+            raise ConfigError(f"fsdp2: {name} inside {type(root).__name__} is a sharded model already: {why}")
         problem = state_of(inner).settings.problem(settings)
         if problem is not None:
             raise ConfigError(f"fsdp2: {name}: {problem}; pass the same to all calls of fully_shard")

@@ -69,7 +69,10 @@ def check_wrapping() -> None:
     nested: Any = built()
     fully_shard(nested.blocks[0].up)
     fully_shard(nested.blocks[0])
-    with pytest.raises(ConfigError, match=r"FSDPBlock inside .*Model is a sharded model already"):
+    with pytest.raises(
+        ConfigError,
+        match=r"FSDPBlock inside .*Model .* is wrapped around FSDPLinear, .*; wrap one of the two",
+    ):
         fully_shard(nested)
     used: Any = built()
     fully_shard(used.blocks[0])
@@ -101,6 +104,11 @@ def check_calls() -> None:
     model.set_reshard_after_forward(True)
     model.set_reshard_after_backward(True)
     model.set_reduce_scatter_unused_params(True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+    with pytest.raises(NotImplementedError, match=r"Muon needs .*, which a ShardedTensor does not have"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("check", [check_arguments, check_wrapping, check_calls])
