@@ -62,6 +62,7 @@ def merge_adapter(
     any_base: bool = False,
     dtype: torch.dtype | None = None,
     requantise: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> None:
     """Write the model of a Hugging Face folder with an adapter merged into its weights. Collective.
@@ -77,6 +78,7 @@ def merge_adapter(
         any_base: Merge into ``base`` even if the adapter's configuration names another model.
         dtype: Of all weights; None keeps each one's own.
         requantise: Write a base in FP8 as FP8 again. Weights that the adapter leaves alone keep their codes.
+        shard_bytes: Largest size of a file.
         progress: Called with the number of bytes that were done since the last call.
 
     Raises:
@@ -118,7 +120,7 @@ def merge_adapter(
     if dtype is not None:
         stated = {key: value for key, value in stated.items() if key != "quantization_config"}
         stated["dtype"] = str(dtype).removeprefix("torch.")
-    write_folder(target, boxes, stated, os.fspath(base), shard_bytes=DEFAULT_SHARD_BYTES, progress=progress)
+    write_folder(target, boxes, stated, os.fspath(base), shard_bytes=shard_bytes, progress=progress)
 
 
 class _Merged(NamedTuple):
