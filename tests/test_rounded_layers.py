@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,23 @@ def test_what_cannot_be_rounded_or_written_is_refused_before_the_first_step() ->
     assert "got 24 of model.layers.0.mlp.experts.down_proj" in found["width"]
     assert "precision.qat: adapters are stored for a base that is not rounded" in found["adapters"]
     assert "precision.qat: expected weights to round, got none" in found["fully_shard"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (
+            {"qat": "int4", "recipe": "fp8_blockwise"},
+            'expected precision.recipe = "bf16", got "fp8_blockwise"',
+        ),
+        ({"qat": "int4", "frozen_dtype": "float8"}, 'expected precision.frozen_dtype = "none"'),
+        ({"qat": "int4", "qat_modules": ()}, "precision.qat_modules: expected patterns of names, got none"),
+        ({"qat_modules": ("*_proj",)}, "precision.qat_modules: expected precision.qat with it"),
+    ],
+)
+def test_keys_that_say_something_else_of_the_same_weights_are_refused(keys: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        PrecisionConfig(**keys)
 
 
 def test_a_plan_has_memory_for_rounded_weights_of_a_single_rank() -> None:
