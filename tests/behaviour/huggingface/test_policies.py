@@ -22,10 +22,11 @@ from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
+from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.routing import policies_of
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, MeshConfig, Meshes, build_meshes
-from fsdmoe.models import Decoder
+from fsdmoe.models import Decoder, build_model
 from fsdmoe.parallel import ParallelPolicy, end_step, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
@@ -374,6 +375,17 @@ def test_a_run_on_a_folder_follows_the_keys_and_goes_on_with_its_biases(tmp_path
 def test_keys_of_routing_are_taken_with_a_folder(tmp_path: Path) -> None:
     config = config_for(str(folder_of(tmp_path)), 4, **KEYS, experts__capacity__factor=1.0)
     assert config.experts.routing_keys[-1] == "experts.capacity"
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_biases_that_a_folder_does_not_have_begin_at_zero(tmp_path: Path, is_native: bool) -> None:
+    config = tiny("qwen3_moe")
+    hf_model(config).save_pretrained(tmp_path)  # type: ignore[operator]
+    model = build_model(config, MIXED) if is_native else build_folder_model(str(tmp_path))
+    model = parallelize(model, build_meshes(), PLAIN, load=tmp_path)
+    biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == config.num_hidden_layers
+    assert all(bias.dtype == torch.float32 and not bias.any() for bias in biases)
 
 
 RATE_OF_TRAINER = 2**-10
