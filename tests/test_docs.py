@@ -18,6 +18,7 @@ GUIDES = sorted(DOCS.glob("*.md"))
 # Pages on which there is nothing to set: the list of pages, and those about the code.
 OF_THE_CODE = {
     "index.md",
+    "families.md",
     "how_it_works.md",
     "add_a_model_family.md",
     "add_a_dispatcher.md",

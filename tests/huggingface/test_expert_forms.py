@@ -20,15 +20,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "dbrx": {"gate_up": "mlp.w1", "up": "mlp.v1", "down": "mlp.w2"},
     "deepseek_v4": {"activation": "swiglu_clamped", "limit": 10.0},
     "gemma4_text": {"activation": "geglu_tanh"},
-    "glm5_next": {"activation": "swiglu_clamped", "limit": 10.0},
     "gpt_oss": {"activation": "gpt_oss", "transposed": True, "interleaved": True},
     "hy_v4": {"activation": "swiglu_clamped", "limit": 10.0},
     "llama4_text": {"weights_inputs": True, "transposed": True},
     "longcat_flash": {"num_identity": 4},
     "minimax_m3_vl_text": {"activation": "gpt_oss"},
-    "muse_spark": {"output_norm": "post_expert_norm"},
     "nemotron_h": {"activation": "relu2", "gate_up": "up_proj"},
-    "step3p7": {"activation": "swiglu_clamped_after", "limit": 7.0},
 }
 WATCHED = (
     "activation", "limit", "up", "transposed", "interleaved", "num_identity", "output_norm", "weights_inputs",

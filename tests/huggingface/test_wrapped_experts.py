@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf
+from tests.support.moe_families import is_installed
 
 pytestmark = requires_transformers
 
@@ -107,3 +112,57 @@ def _in_sub_batches() -> str:
 def test_sub_batches_are_refused() -> None:
     words = "experts.sub_batches: layers of a wrapped model cannot be called in halves"
     assert words in run_ranks(_in_sub_batches, 2)[0]
+
+
+class Routed(torch.nn.Module):
+    """Experts of a family that is part of a larger model, behind a router."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        kind, changes = OTHERS[family]
+        sizes = {"num_local_experts": 4, "hidden_size": 8, "moe_hidden_size": 8, "moe_intermediate_size": 8}
+        config = SimpleNamespace(
+            **sizes, hidden_act="silu", post_norm_eps=1e-5, swiglu_limit=0.5, _experts_implementation="eager"
+        )
+        self.router = torch.nn.Linear(8, 4, bias=False)
+        self.experts = getattr(module, kind)(config, **changes)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        return self.experts(x, ids, weights)
+
+
+OTHERS: dict[str, tuple[str, dict[str, float]]] = {
+    "glm5_next": ("Glm5NextTextExperts", {}),
+    "muse_spark": ("MuseSparkExperts", {}),
+    "step3p7": ("Step3p7Experts", {"swiglu_limit": 0.5}),
+}
+
+
+def rows_of_rank(rank: int) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def routed_gradients(family: str) -> Gradients:
+    model = parallelize(Routed(family), build_meshes(ep=2))
+    assert parallel_forward_of(model.experts) is not None  # type: ignore[arg-type]
+    model(rows_of_rank(dist.get_rank())).square().sum().backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_experts_of_families_with_images_are_split_and_equal_one_process(family: str) -> None:
+    if not is_installed(family):
+        pytest.skip(f"this transformers has no {family}")
+    model = Routed(family)
+    for rank in range(2):
+        (model(rows_of_rank(rank)).square().sum() / 2).backward()
+    found = run_ranks(routed_gradients, 2, family)[0]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        largest = float(parameter.grad.abs().max())
+        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-5 * largest)
