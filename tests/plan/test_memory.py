@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.config import Config, build_config
+from fsdmoe.config import Config, build_config, load_config
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.plan import Job, Setting
 from fsdmoe.plan.dry_run import plan_run
@@ -100,3 +100,12 @@ def test_offloaded_activations_are_on_the_host_and_not_on_the_device() -> None:
     after = estimate_memory(job, moved)
     assert after.host > 0
     assert before.activations - after.activations == after.host
+
+
+@pytest.mark.full
+def test_thirty_billion_frozen_parameters_in_four_bits_fit_24_gigabytes() -> None:
+    name = "configs/qwen3-30b-a3b-qlora-24gb.toml"
+    config = load_config(["--config", name, "--dry-run", "--world", "1"]).config
+    plan = estimate_memory(Job.of(config), Setting.of(config, 1))
+    assert plan.total < 22 * 2**30
+    assert plan.weights == pytest.approx(0.53125 * 29.9e9, rel=0.01)

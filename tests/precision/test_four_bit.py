@@ -75,3 +75,7 @@ def test_a_block_of_zeros_stays_zero(name: FourBitName) -> None:
     form = FourBit(name, 64)
     codes, factors = coded(torch.zeros(128), form)
     assert decode(codes, factors, form, torch.empty(128)).abs().max() < 1e-6
+
+
+def test_four_bits_and_their_factors_take_half_a_byte_and_a_little() -> None:
+    assert FourBit("nf4", 64).bytes_of(6400) == FourBit("int4", 128).bytes_of(6400) == 0.53125 * 6400
