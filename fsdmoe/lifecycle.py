@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,12 +66,16 @@ def watch_launcher(folder: Path) -> Iterator[None]:
     def watch() -> None:
         while not is_over.wait(_WATCH_SECONDS):
             if os.getppid() != launcher:
-                failures.keep(
-                    f"rank {failures.own_rank()}: the launcher (pid {launcher}) is gone, so this rank stops "
-                    "after its step and a checkpoint; start the run again to go on from there",
-                    folder,
+                rank = failures.own_rank()
+                text = (
+                    f"rank {rank}: the launcher (pid {launcher}) is gone, so this rank stops after its step "
+                    "and a checkpoint; start the run again to go on from there"
                 )
+                failures.keep(text, folder)
                 os.kill(os.getpid(), signal.SIGTERM)
+                if rank == 0:
+                    with suppress(OSError):  # the terminal may be gone too
+                        print(f"fsdmoe: {text}", file=sys.stderr, flush=True)
                 return
 
     thread = threading.Thread(target=watch, name="watch-launcher", daemon=True)
@@ -90,7 +95,9 @@ class Ending:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.status, self.code = folder, "failed", 1
+        self.folder: Path | None = folder
+        """Where errors are kept; None: it is another run's."""
+        self.status, self.code = "failed", 1
         self.progress: Mapping[str, int] = {"step": -1}
         """How far the run came."""
         self.on_close: Callable[[str], None] = lambda status: None

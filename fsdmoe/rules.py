@@ -86,7 +86,7 @@ def near_file(path: str) -> str | None:
     """``did you mean corpus.txt?`` for a file that is not there, if its folder has one like it."""
     folder, _, name = path.rpartition("/")
     try:
-        close = difflib.get_close_matches(name, os.listdir(os.path.expanduser(folder) or "."), n=1)
+        close = difflib.get_close_matches(name, os.listdir(os.path.expanduser(folder) or "."), 1, 0.65)
     except OSError:
         return None
     return f"did you mean {os.path.join(folder, close[0])}?" if close else None

@@ -313,7 +313,11 @@ def hold_folders(command: CommandLine, ending: Ending) -> RunLocks:
     locks = RunLocks(command.config)
     ending.last.callback(locks.release)
     if not command.evaluate_only:
-        locks.take(take_over=command.take_over)
+        try:
+            locks.take(take_over=command.take_over)
+        except ConfigError:
+            ending.folder = None  # its errors.txt is that of the run that holds it
+            raise
     return locks
 
 

@@ -216,12 +216,13 @@ def train(command: CommandLine) -> int:
     command.warn_of_device(has_gpu=torch.cuda.is_available())
     is_main = failures.own_rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
-    with lifecycle.Ending(Path(command.config.train.output_dir).expanduser()) as ending:
+    folder = Path(command.config.train.output_dir).expanduser()
+    with lifecycle.Ending(folder) as ending:
         choose_kernels(command.config.train.kernels)
         meshes = start_meshes(command.config)
         failures.register_rank()
         received = [] if command.evaluate_only else ending.catch_signals()
-        with lifecycle.watch_launcher(ending.folder):
+        with lifecycle.watch_launcher(folder):
             failures.expect_kill()
             locks = run_lock.hold_folders(command, ending)
             decision = decide_memory(command.config, command.world_size, free_bytes(meshes.device))

@@ -22,8 +22,9 @@ def test_choices_may_be_called_as_elsewhere() -> None:
 
 def test_a_file_that_is_not_there_is_told_one_that_is(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").touch()
+    (tmp_path / "other/runs").mkdir(parents=True)
     assert near_file(f"{tmp_path}/corpsu.txt") == f"did you mean {tmp_path}/corpus.txt?"
-    assert near_file(f"{tmp_path}/else") is None
+    assert near_file(f"{tmp_path}/other/corpus") is None, "runs is not like it"
     assert near_file(f"{tmp_path}/no/corpus.txt") is None
 
 

@@ -211,6 +211,17 @@ def test_checkpoints_that_are_kept_apart_are_locked_too(tmp_path: Path) -> None:
     assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["a", "b", "kept"]
 
 
+def test_a_refused_start_leaves_the_errors_of_the_run_that_goes_on_alone(tmp_path: Path) -> None:
+    config = tiny_config(str(tmp_path), 1)
+    first = RunLocks(config)
+    first.take(take_over=False)
+    with Ending(tmp_path) as ending:
+        hold_folders(CommandLine(config, dry_run=False, world_size=1), ending)
+    assert ending.code == 2
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    first.release()
+
+
 def _overtaken(config: Config, folder: Path) -> str:
     """What a run is told whose lock another takes over behind its first save."""
     with Ending(folder) as ending:

@@ -56,8 +56,10 @@ def together(act: Callable[[], T]) -> T:
             result = act()
     except Exception as caught:  # every rank must reach the exchange below
         error = caught
-    damaged = error.file if isinstance(error, DamagedCheckpointError) else None
-    told = from_all_ranks(None if error is None else [str(error), damaged])
+    failure = None if error is None else [str(error), None]
+    if isinstance(error, DamagedCheckpointError):
+        failure = [error.why, error.file]  # its text names the file once more
+    told = from_all_ranks(failure)
     if error is not None:
         raise error
     failures = [(rank, *failure) for rank, failure in enumerate(told) if failure is not None]

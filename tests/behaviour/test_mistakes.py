@@ -277,8 +277,9 @@ def test_ranks_end_with_a_checkpoint_when_their_launcher_is_killed(folder: Path,
         while any(Path(f"/proc/{pid}").exists() for pid in ranks):
             assert time.monotonic() < deadline, "a rank goes on without its launcher"
             time.sleep(0.1)
-    notes = (folder / "run/errors.txt").read_text()
-    assert f"the launcher (pid {launcher.process.pid}) is gone" in notes
+    gone = f"the launcher (pid {launcher.process.pid}) is gone"
+    assert gone in (folder / "run/errors.txt").read_text()
+    assert gone in launcher.stderr
     steps = [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     saved = (folder / "run/checkpoints/latest").read_text().strip()
     assert int(saved.removeprefix("step_")) >= max(steps)
