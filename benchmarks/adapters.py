@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from timing import milliseconds, wait
+from timing import milliseconds, require_gpu, wait
 
 from fsdmoe.auto_model import kind_of
 from fsdmoe.config.train import TrainConfig
@@ -247,6 +247,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU where there is no GPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not args.tiny:
+        require_gpu("try --tiny")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}")
     print(
         f"rank {args.rank}, {args.tokens} tokens a step, frozen weights {args.base or 'bfloat16'}\n{HEADER}"

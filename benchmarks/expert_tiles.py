@@ -17,6 +17,7 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
+from timing import require_gpu
 
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    require_gpu()
     part, num_parts = map(int, args.slice.split("/"))
     for name in ["tiny"] if args.tiny else args.shapes:
         shape = (256, 128, 16, 8, 64) if args.tiny else SHAPES[name]

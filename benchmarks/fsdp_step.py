@@ -33,7 +33,7 @@ import torch
 from fsdp_count import FSDMOE, FSDP2, Watch, Work, watching
 from fsdp_decoder import Decoder, Shape, initialize, place_experts
 from fsdp_world import emulated_meshes, emulated_world
-from timing import milliseconds, wait
+from timing import milliseconds, require_gpu, wait
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
@@ -334,6 +334,8 @@ def main() -> None:
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
+    if not settings.tiny:
+        require_gpu("try --tiny")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}")
     shapes = [dataclasses.replace(Shape(), num_layers=settings.layers, batch=b) for b in settings.batch]
     results = {

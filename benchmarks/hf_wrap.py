@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import milliseconds
+from timing import milliseconds, require_gpu
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -189,6 +189,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU where there is no GPU")
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
+    if not settings.tiny:
+        require_gpu("try --tiny")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}")
     found = measure_what_fits(settings)
     report(found)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import require_gpu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -407,6 +408,7 @@ def main() -> None:
     )
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     args = parser.parse_args()
+    require_gpu()
     for index in args.shapes:
         check_experts(SHAPES[index], sinks=index in (0, 5, 6))
         torch.cuda.empty_cache()

@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from moe_layer_before import contender as contender_before
 from moe_layer_contenders import CONTENDERS, SHAPES, Contender, Data, Fp8Layer, Shape, choose
-from timing import alternate, graph_of, take_turns
+from timing import alternate, graph_of, require_gpu, take_turns
 from torch import nn
 
 from fsdmoe.experts.scores import router_logits
@@ -229,6 +229,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    require_gpu()
     chosen = choose(args.contenders)
     if args.before:
         chosen["fsdmoe before"] = contender_before(args.before)

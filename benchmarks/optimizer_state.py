@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import wait
+from timing import require_gpu, wait
 from torch import nn
 
 from fsdmoe.fsdp import engine_of
@@ -118,6 +118,8 @@ def main() -> int:
     parser.add_argument("--main-dtype", choices=("float32", "bfloat16"), help="of main weights and gradients")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not args.tiny:
+        require_gpu("try --tiny")
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
     if args.tiny:
         args.batch, args.length, args.steps = 2, 16, 2

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from moe_layer_contenders import SHAPES, Data, FsdmoeLayer
-from timing import alternate, graph_of
+from timing import alternate, graph_of, require_gpu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--shape", type=int, default=0, help="index into the shapes of moe_layer.py")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require_gpu()
     shape = SHAPES[args.shape]
     data = Data(shape, skewed=False)
     policy = TopKPolicy(top_k=shape.top_k, norm_topk=True)

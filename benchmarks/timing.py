@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 Run = Callable[[], object]
+
+
+def require_gpu(otherwise: str = "") -> None:
+    """End with one line where there is none; ``otherwise``: what can be run there."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{Path(sys.argv[0]).name}: needs a GPU{f'; {otherwise}' if otherwise else ''}")
 
 
 def wait(device: torch.device) -> None:

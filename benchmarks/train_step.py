@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 from fsdp_world import emulated_world
-from timing import wait
+from timing import require_gpu, wait
 from train_step_contenders import NAMES, Problem, Step, build, choose
 
 from fsdmoe.models import preset_config, training_flops_per_token
@@ -334,6 +334,8 @@ def main() -> int:
     if args.worker:
         run_worker(args)
         return 0
+    if not args.tiny:
+        require_gpu("try --tiny")
     args.contenders = choose(args.contenders, DEFAULT)
     if args.together:
         os.environ.update(ALLOCATOR)  # read when the first tensor is made on the device

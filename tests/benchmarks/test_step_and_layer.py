@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import sys
@@ -182,6 +183,21 @@ def test_kernels_are_judged_by_what_rounding_does_to_the_curve() -> None:
     far = {"fused": [2.2, 1.1], "plain": plain, "wide": wide}
     assert loss_curve.report(near)
     assert not loss_curve.report(far)
+
+
+@pytest.mark.usefixtures("_benchmarks_on_path")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("train_step", "train_step.py: needs a GPU; try --tiny"), ("moe_layer", "moe_layer.py: needs a GPU")],
+)
+def test_a_benchmark_that_needs_a_gpu_says_so_in_a_line(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", [f"benchmarks/{name}.py"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main()
+    assert end.value.code == said
 
 
 @pytest.mark.usefixtures("_benchmarks_on_path")
