@@ -82,12 +82,12 @@ def test_fused_products_get_the_values(has_updates: bool, monkeypatch: pytest.Mo
 
     def products(kind: str) -> Any:
         class Watched(GroupedProducts):
-            def forward(self, given: Any, *args: Any, **options: Any) -> Any:
+            def gate_up(self, given: Any, *args: Any, **options: Any) -> Any:
                 seen.append(kind)
                 torch.testing.assert_close(given.gate_up_E2ND, wanted)
-                return super().forward(given, *args, **options)
+                return super().gate_up(given, *args, **options)
 
-        return lambda max_rows, recompute, **_: Watched("swiglu", False, recompute, max_rows)
+        return lambda max_rows, recompute, limit, **_: Watched("swiglu", limit, False, recompute, max_rows)
 
     fused = SimpleNamespace(
         supports=lambda x, gate_up, down, activation: (gate_up.shape, down.shape) == ((1, 16, 8), (1, 8, 8)),
