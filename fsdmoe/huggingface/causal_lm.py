@@ -99,6 +99,8 @@ class WrappedCausalLM:
             split = self._whole_rows(tokens_BS, document_ids_BS)
         if positions_BS is None and split is not None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        if split is not None:
+            self._prepare(split)
         pieces = Pieces(tokens_BS, split, self._tensor)
         lengths_BL = self._document_lengths(tokens_BS, positions_BS, document_ids_BS, pieces)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
@@ -160,12 +162,6 @@ class WrappedCausalLM:
         given: dict[str, Any] = {"loss_targets": targets} if has_fused_loss(self.module) else {}
         if split is None:
             return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, **given)
-        from fsdmoe.huggingface.transformers_api import use_planned_attention  # optional: only when chosen
-
-        self._check_rows(split.plan.split.seq_len)
-        use_planned_attention(self.module, split.attention.mode)
-        if not self._split_is_checked and not is_capturing():
-            self._check_split()
         return self.module(
             input_ids=tokens_BS,
             position_ids=positions_BS,
@@ -173,6 +169,15 @@ class WrappedCausalLM:
             attention_plan=split.plan,
             **given,
         )
+
+    def _prepare(self, split: SplitRows) -> None:
+        """Before any routing is followed: trials have tokens of their own."""
+        from fsdmoe.huggingface.transformers_api import use_planned_attention  # optional: only when chosen
+
+        self._check_rows(split.plan.split.seq_len)
+        use_planned_attention(self.module, split.attention.mode)
+        if not self._split_is_checked and not is_capturing():
+            self._check_split()
 
     def _document_lengths(
         self,

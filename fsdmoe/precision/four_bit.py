@@ -79,7 +79,8 @@ def _encode_nf4(blocks: Tensor, form: FourBit) -> tuple[Tensor, Tensor]:
 def _encode_int4(blocks: Tensor, form: FourBit) -> tuple[Tensor, Tensor]:
     wide = blocks.float()
     lowest = wide.amin(1, keepdim=True)
-    scales = (wide.amax(1, keepdim=True) - lowest).clamp_(min=1e-6) / 15
+    span = (wide.amax(1, keepdim=True) - lowest).clamp_(min=1e-6)
+    scales = span / span.new_tensor(15)  # by a number, a GPU would multiply by its reciprocal: other bits
     codes = (wide - lowest).div_(scales).round_().clamp_(0, 15).to(torch.uint8)
     return codes.sub_(8).bitwise_and_(15), torch.cat([scales, lowest + scales * 8], 1)
 
