@@ -257,7 +257,7 @@ def _refuse_another_base(where: str, base: str, config: Tree) -> None:
     if is_here or not _model_names(named) & _model_names(base):
         found = "another folder that is here" if is_here else "a model of another name"
         raise CheckpointError(
-            f"{where}/{CONFIG}: base_model_name_or_path: expected {base}, got {named}, {found}; merge into "
+            f"{where}: base_model_name_or_path: expected {base}, got {named}, {found}; merge into "
             "the model that the adapter was trained on, or say that both are the same with --any-base"
         )
 
