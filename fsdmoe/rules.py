@@ -36,10 +36,15 @@ def one_of(section: str, values: Mapping[str, Any], choices: Mapping[str, Sequen
     """A line for each of ``values`` that is none of its choices."""
     return [
         f"{section}.{key}: expected one of {', '.join(map(str, known))}, got {values[key]!r}; "
-        f"{choice_like(str(values[key]), list(map(str, known))) or 'choose one of them'}"
+        f"{_choice_meant(f'{section}.{key}', str(values[key]), list(map(str, known)))}"
         for key, known in choices.items()
         if values[key] not in known
     ]
+
+
+def _choice_meant(key: str, written: str, known: Sequence[str]) -> str:
+    elsewhere = _BY_ANOTHER_KEY.get((key, written.lower()))
+    return elsewhere or choice_like(written, known) or "choose one of them"
 
 
 def divisor_problems(key: str, got: int, numbers: Mapping[str, int]) -> list[str]:
@@ -78,8 +83,16 @@ def numbers_in(text: str) -> set[int]:
 _ELSEWHERE = {
     "zero3": "params", "zero2": "grads", "zero1": "optimizer", "full_shard": "params", "bf16": "bfloat16",
     "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "adamw_torch": "adamw",
+    "full": "layer",
 }  # fmt: skip
 """What choices are called in other tools."""
+_FP8 = 'weights stay in one of them; for products in fp8 set precision.recipe = "fp8_blockwise"'
+_BY_ANOTHER_KEY = {
+    ("precision.param_dtype", "fp8"): _FP8,
+    ("precision.param_dtype", "float8"): _FP8,
+    ("optim.schedule", "linear"): 'write "wsd" with optim.decay_fraction = 1, which falls linearly',
+}
+"""Choices of other tools that are made with another key here."""
 
 
 def near_file(path: str) -> str | None:

@@ -48,7 +48,12 @@ def help_text(word: str | None) -> str:
     found = [key for key in all_keys() if wanted in key.name or meant.partition(" ")[0] == key.name] or [
         key for key in all_keys() if wanted in key.text.lower()
     ]
-    return _listed(found) or f"no key has the word {word!r} in it; {suggest(wanted)}"
+    if found:
+        return _listed(found)
+    fix = suggest(wanted)
+    if fix.startswith("see --help "):
+        fix = "see --help for the sections, --help all for every key"
+    return f"no key has the word {word!r} in it; {fix}"
 
 
 def _first_sentence(cls: type) -> str:

@@ -17,7 +17,12 @@ FLAGS = (*WITH_VALUE, *BARE, "--help")
 
 _PARAM_DTYPE = "precision.param_dtype"
 _MOMENTUM = "optim.beta1"
-_ACCUMULATED = "train.micro_batch_size (a step accumulates train.global_batch_size of them)"
+_ACCUMULATED = (
+    "train.global_batch_size (rows a step: train.micro_batch_size x data-parallel ranks x accumulated "
+    "micro-batches)"
+)
+_WANDB = 'observe.project (with observe.loggers = ["wandb"])'
+_NO_PIPELINE = "there is no pipeline parallelism; raise mesh.ep, mesh.tp or mesh.cp instead"
 ALIASES = {
     # Hugging Face, torchtitan, Megatron, nanoGPT and what people say.
     "top_k": "model.num_experts_per_tok", "topk": "model.num_experts_per_tok",
@@ -68,6 +73,8 @@ ALIASES = {
     "activation_checkpointing": 'memory.recompute = ["layer"]', "recompute": "memory.recompute",
     "offload": "fsdp.cpu_offload", "zero_stage": "fsdp.shard", "sharding_strategy": "fsdp.shard",
     "logging_steps": "observe.log_interval", "log_freq": "observe.log_interval",
+    "wandb_project": _WANDB, "project": _WANDB, "wandb": 'observe.loggers = ["wandb"]',
+    "report_to": "observe.loggers", "tensorboard": 'observe.loggers = ["tensorboard"]',
     "lora_rank": "adapter.rank", "lora_r": "adapter.rank", "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout", "lora.r": "adapter.rank", "lora.rank": "adapter.rank",
     "adapter.r": "adapter.rank", "aux_loss_coef": "experts.balance.sequence",
@@ -83,6 +90,11 @@ _SECTIONS = {
     "parallelism": "mesh", "lora": "adapter", "peft": "adapter", "dataset": "data", "moe": "experts",
     "metrics": "observe", "logging": "observe", "activation_checkpoint": "memory",
 }  # fmt: skip
+_ABSENT = {
+    "pp": _NO_PIPELINE, "pipeline_parallel": _NO_PIPELINE, "pipeline_parallel_size": _NO_PIPELINE,
+    "pipeline_model_parallel_size": _NO_PIPELINE, "pipeline_parallel_degree": _NO_PIPELINE,
+}  # fmt: skip
+"""What other tools have and this one has not."""
 _OF_LAUNCHERS = (
     "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone", "rdzv_backend",
     "rdzv_endpoint", "rdzv_id", "max_restarts",
@@ -106,6 +118,8 @@ def suggest(written: str, flags: Iterable[str] = ()) -> str:
     above, _, last = name.rpartition(".")
     if last in _OF_LAUNCHERS and not above:
         return "it is the launcher's; write it before train.py, or use `fsdmoe train`, which takes both"
+    if last in _ABSENT:
+        return _ABSENT[last]
     known = {key.name: key.name.rpartition(".")[2] for key in all_keys()}
     found = ALIASES.get(name) or ALIASES.get(last) or (name if name in known else None)
     if found is None:

@@ -19,6 +19,10 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
     except FileNotFoundError:
         fix = near_file(path) or "see configs/ for examples"
         problems.append(f"--config: no file at {path!r}; {fix}")
+    except IsADirectoryError:
+        inside = sorted(str(file) for file in Path(path).glob("*.toml"))
+        fix = f"name a file in it: {', '.join(inside[:3])}" if inside else "name a .toml file"
+        problems.append(f"--config: expected a file, got the folder {path!r}; {fix}")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         problems.append(f"--config: {path!r} is not readable as TOML: {error}; correct that place")
     return {}

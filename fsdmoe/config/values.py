@@ -157,7 +157,9 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
         items = [choices[0]] * len(value) if choices[-1] is Ellipsis else list(choices)
         if len(items) != len(value):
             return _wrong(value, f"a list of {len(items)}", key, problems)
-        return tuple(_convert(v, h, f"{key}[{i}]", problems) for i, (v, h) in enumerate(zip(value, items)))
+        return tuple(
+            _convert(v, h, _item_key(key, i, h), problems) for i, (v, h) in enumerate(zip(value, items))
+        )
     if dataclasses.is_dataclass(hint):
         if isinstance(value, hint):  # type: ignore[arg-type]
             return value  # a preset's
@@ -169,6 +171,11 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
     if hint is Any or (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
         return value
     return _wrong(value, _name(hint), key, problems)
+
+
+def _item_key(key: str, number: int, hint: Any) -> str:
+    """A table in a list is named by its place; of other items the message shows the value."""
+    return key if table_of(hint) is None else f"{key}[{number}]"
 
 
 def _name(hint: Any) -> str:
@@ -187,4 +194,19 @@ def _wrong(value: Any, wanted: str, key: str, problems: Problems) -> None:
         fix = str(int(value))  # 1e3
     elif wanted == "true or false" and str(value).lower() in _SWITCHES:
         fix = _SWITCHES[str(value).lower()]
+    elif isinstance(value, str):
+        fix = _number_meant(value, wanted) or fix
     problems.append(f"{key}: expected {wanted}, got {value!r} ({type(value).__name__}); write {fix}")
+
+
+def _number_meant(text: str, wanted: str) -> str | None:
+    """For a number in quotes, or with a comma in it."""
+    is_whole = wanted.startswith("a whole number")
+    if not is_whole and not wanted.startswith("a number"):
+        return None
+    plain = text.strip().replace(",", "" if is_whole else ".")
+    try:
+        _ = int(plain) if is_whole else float(plain)
+    except ValueError:
+        return None
+    return f"{plain}, {'which has no comma' if ',' in text else 'without quotes'}"

@@ -1,4 +1,4 @@
-"""Sixty typical mistakes, each given to two ranks: the first line that is not the launcher's names the key
+"""Typical mistakes, each given to two ranks: the first line that is not the launcher's names the key
 and the fix."""
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 
+from fsdmoe.config import load_config
 from fsdmoe.testing import NO_GPU
 from tests.behaviour.test_mistakes import sabotaged
 from tests.support.scripts import IMPORTS_ROOT, ROOT, Program
-from tests.support.typical_mistakes import TYPICAL, Typical
+from tests.support.typical_mistakes import AT_FIRST_USE, TYPICAL, Typical
 
 CONFIG = """
 [model]
@@ -73,6 +74,13 @@ def start(folder: Path, mistake: Typical, found: dict[str, str]) -> list[Program
     return started
 
 
+def write_files(folder: Path, mistake: Typical) -> None:
+    (folder / "run.toml").write_text(CONFIG.format(folder=folder))
+    for file, content in mistake.files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
 def first_line(text: str, *, is_running: bool) -> str:
     lines = [line for line in text.splitlines() if not OF_A_LAUNCHER.match(line)]
     if is_running:
@@ -85,9 +93,7 @@ def first_line(text: str, *, is_running: bool) -> str:
 )
 def test_the_first_line_names_the_key_and_the_fix(name: str, tmp_path: Path) -> None:
     mistake = TYPICAL[name]
-    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path))
-    for file, content in mistake.files.items():
-        (tmp_path / file).write_bytes(content.encode() if isinstance(content, str) else content)
+    write_files(tmp_path, mistake)
     if name == FULL_DISK:
         sabotaged("run.checkpoints.storage.create = full", "all")(tmp_path)
     with ports() as found:
@@ -102,5 +108,16 @@ def test_the_first_line_names_the_key_and_the_fix(name: str, tmp_path: Path) -> 
     assert mistake.fix in line, started[0].stderr
 
 
-def test_there_are_sixty() -> None:
-    assert len(TYPICAL) == 60
+@pytest.mark.parametrize("name", AT_FIRST_USE)
+def test_the_first_line_of_one_process_names_the_key_and_the_fix(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake = AT_FIRST_USE[name]
+    write_files(tmp_path, mistake)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(mistake.arguments)
+    with pytest.raises(SystemExit):
+        load_config([*words, *([] if "--config" in words else ["--config", "run.toml"])], world_size=2)
+    line = first_line(capsys.readouterr().err, is_running=False)
+    assert mistake.key in line
+    assert mistake.fix in line

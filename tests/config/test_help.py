@@ -33,7 +33,8 @@ def test_help_all_documents_every_field() -> None:
         ("context parallelism", "--mesh.cp N  (1)"),
         ("covers", "--precision.covers A,B,... of experts|attention|dense|shared  (experts,attention,"),
         ("profile_ranks", "--observe.profile_ranks N,N,...  (0)"),
-        ("nonsense", "no key has the word 'nonsense' in it"),
+        ("nonsense", "no key has the word 'nonsense' in it; see --help for the sections"),
+        ("wandb_project", "--observe.project TEXT  (fsdmoe)"),
     ],
 )
 def test_help_finds_keys_by_section_and_by_word(word: str, key: str) -> None:

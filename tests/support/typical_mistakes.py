@@ -1,4 +1,4 @@
-"""Sixty mistakes that users of other tools, and of this one, make, each with the answer it deserves.
+"""Mistakes that users of other tools, and of this one, make, each with the answer it deserves.
 
 The list was written before the answers were looked at. ``tests/behaviour/test_typical_mistakes.py`` gives
 each to two ranks and reads the first line that is not the launcher's.
@@ -49,7 +49,9 @@ KEYS = {
     "d_model": Typical("--model.d_model 64", "model.d_model", "model.hidden_size"),
     "n_heads": Typical("--model.n_heads 4", "model.n_heads", "model.num_attention_heads"),
     "accumulation": Typical(
-        "--train.gradient_accumulation_steps 4", "train.gradient_accumulation_steps", "train.micro_batch_size"
+        "--train.gradient_accumulation_steps 4",
+        "train.gradient_accumulation_steps",
+        "mean train.global_batch_size (rows a step: train.micro_batch_size x",
     ),
     "max_length": Typical("--data.max_length 64", "data.max_length", "data.seq_len"),
     "max_grad_norm": Typical("--optim.max_grad_norm 1.0", "optim.max_grad_norm", "optim.grad_clip"),
@@ -144,4 +146,23 @@ HOSTS = {
     "a disk that is full at a save": Typical("--checkpoint.interval 2", "checkpoint", "free"),
 }  # fmt: skip
 
-TYPICAL = {**KEYS, **VALUES, **PATHS, **HOSTS}
+AT_FIRST_USE = {
+    "pp": Typical("--mesh.pp 2", "mesh.pp", "there is no pipeline parallelism; raise mesh.ep"),
+    "wandb_project": Typical(
+        "--wandb_project foo", "--wandb_project", 'observe.project (with observe.loggers = ["wandb"])'
+    ),
+    "fp8 weights": Typical(
+        "--precision.param_dtype fp8", "precision.param_dtype", 'precision.recipe = "fp8_blockwise"'
+    ),
+    "a linear schedule": Typical("--optim.schedule linear", "optim.schedule", "optim.decay_fraction = 1"),
+    "full recomputation": Typical("--memory.recompute full", "memory.recompute: ", "did you mean layer?"),
+    "a comma in a number": Typical("--optim.lr 0,001", "optim.lr", "write 0.001, which has no comma"),
+    "a number in quotes": Typical(
+        "--config own.toml", "train.steps", "write 100, without quotes",
+        {"own.toml": '[train]\nsteps = "100"\n'},
+    ),
+    "a folder of configurations": Typical("--config .", "--config", "name a file in it: run.toml"),
+}  # fmt: skip
+"""Of a trial by somebody who saw the project for the first time. All are found before ranks meet."""
+
+TYPICAL = {**KEYS, **VALUES, **PATHS, **HOSTS, **AT_FIRST_USE}
