@@ -6,6 +6,9 @@ A record has one of three forms, by the kind of its source:
     completion   prompt, completion            two texts, or two lists of messages
     preference   [prompt,] chosen, rejected    texts or messages; without a prompt, what both begin with
 
+A chat may also come as ShareGPT (`conversations` of `from` and `value`) or Alpaca (`instruction`, `input`,
+`output`) writes it: :func:`with_messages`.
+
 Next to these a record may have `tools`, a list of JSON schemas, and `chat_template_kwargs`, further variables
 of the template. A message may have more than role and content: `tool_calls`, `reasoning_content`, whatever
 the template knows. Its `null`s count as absent, since tables of records fill columns with them.
@@ -24,6 +27,16 @@ Message = dict[str, Any]
 FIELDS = {"chat": ("messages",), "completion": ("prompt", "completion"), "preference": ("chosen", "rejected")}
 """What a record of each kind must have."""
 OPTIONAL_FIELDS = ("prompt", "tools", "chat_template_kwargs")
+OTHER_FORMS = ("conversations", "instruction", "input", "output", "system", "history")
+"""What chats of other tools may have."""
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+"""The roles of ShareGPT's `from`."""
 
 # Roles are written into the markup, where a marker would be special: a record must not insert one.
 _ROLE = re.compile(r"[\w-]+")
@@ -72,6 +85,23 @@ def parse_record(key: str, where: str, kind: str, record: Mapping[str, Any], fie
     answers = {"chosen": chosen, "rejected": rejected}
     parser = _Parser(key, where, record)
     return Preference(*(parser.answer(prompt, name, value) for name, value in answers.items()))
+
+
+def with_messages(record: dict[str, Any]) -> dict[str, Any]:
+    """A chat of ShareGPT or Alpaca as a record that has `messages`; any other record as it is."""
+    if "messages" in record or record.get("history"):  # nobody says which turns of a history carry loss
+        return record
+    if "conversations" in record:
+        turns = record["conversations"]
+    elif {"instruction", "output"} <= record.keys():
+        asked = [text for text in (record["instruction"], record.get("input")) if text]
+        content = "\n".join(asked) if all(isinstance(text, str) for text in asked) else None
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": record["output"]}]
+    else:
+        return record
+    if record.get("system") and isinstance(turns, list):
+        turns = [{"role": "system", "content": record["system"]}, *turns]
+    return {**record, "messages": turns}
 
 
 def texts_of(content: Content) -> list[str]:
@@ -124,11 +154,14 @@ class _Parser:
             if isinstance(value, dict)
             else {}
         )
+        if message.keys() == {"from", "value"}:  # ShareGPT's
+            message = {"role": _SPEAKERS.get(str(message["from"])), "content": message["value"]}
         role, content = message.get("role"), _content(message)
         if not isinstance(role, str) or not _ROLE.fullmatch(role) or content is None:
             raise ConfigError(
                 f"{self._key}.path: {self._where}: message {number} needs a `role` (one word) and a text "
-                f"`content`, got {value!r:.80}; fix or remove the record"
+                f"`content`, or ShareGPT's `from` ({', '.join(_SPEAKERS)}) and `value`, got {value!r:.80}; "
+                "fix or remove the record"
             )
         return {**message, "content": content}
 

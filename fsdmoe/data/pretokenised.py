@@ -113,11 +113,11 @@ def index_tokens(
     )
 
 
-def check_ids(folder: Path, source: SourceConfig, vocab_size: int) -> None:
+def check_ids(folder: Path, vocab_size: int) -> None:
     """Refuse an indexed source whose ids a vocabulary does not have, naming the file and the place."""
     meta = read_meta(folder)
     assert meta is not None
-    _refuse_unknown_ids(meta["extremes"], source, vocab_size)
+    _refuse_unknown_ids(meta["extremes"], vocab_size)
 
 
 def check_first_ids(key: str, source: SourceConfig, files: list[SourceFile], vocab_size: int) -> None:
@@ -129,16 +129,16 @@ def check_first_ids(key: str, source: SourceConfig, files: list[SourceFile], voc
         _document_ends(key, replace(source, document_end=None), file.path, array)
         if not extremes:
             _note_extremes(extremes, file.path, array[:_SCAN_TOKENS])
-    _refuse_unknown_ids(extremes, source, vocab_size)
+    _refuse_unknown_ids(extremes, vocab_size)
 
 
-def _refuse_unknown_ids(extremes: Extremes, source: SourceConfig, vocab_size: int) -> None:
+def _refuse_unknown_ids(extremes: Extremes, vocab_size: int) -> None:
     for number, where in extremes.values():
         if not 0 <= number < vocab_size:
+            fix = f", or set data.vocab_size and model.vocab_size to {number + 1} or more" * (number >= 0)
             raise ConfigError(
-                f"data.vocab_size: expected token ids from 0 to {vocab_size - 1}, got {number} in "
-                f"{source_name(source)}, {where}; name the tokenizer these files were written with, or set "
-                "the size"
+                f"data.vocab_size: expected token ids from 0 to {vocab_size - 1}, got {number} in {where}; "
+                f"name the tokenizer that wrote them with data.tokenizer{fix}"
             )
 
 

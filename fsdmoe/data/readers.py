@@ -14,7 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fsdmoe.data.chat_records import FIELDS, OPTIONAL_FIELDS, Content, parse_record, texts_of, without_nulls
+from fsdmoe.data.chat_records import (
+    FIELDS,
+    OPTIONAL_FIELDS,
+    OTHER_FORMS,
+    Content,
+    parse_record,
+    texts_of,
+    with_messages,
+    without_nulls,
+)
 from fsdmoe.data.config import OnError, SourceConfig, source_name
 from fsdmoe.data.files import SourceFile
 from fsdmoe.errors import ConfigError
@@ -99,7 +108,8 @@ def _read_file(key: str, source: SourceConfig, path: Path, dropped: Dropped) -> 
     is_chat = source.kind in FIELDS
     field = source.field or ("messages" if is_chat else "text")
     needed = FIELDS[source.kind] if is_chat and source.kind != "chat" else (field,)
-    for where, raw in _read_records(key, source, path, (*needed, *OPTIONAL_FIELDS) if is_chat else needed):
+    wanted = (*needed, *OPTIONAL_FIELDS, *OTHER_FORMS) if is_chat else needed
+    for where, raw in _read_records(key, source, path, wanted):
         try:
             record = _checked_record(key, where, raw, needed)
             content = _chat(key, where, source.kind, record, field) if is_chat else record[field]
@@ -196,11 +206,13 @@ def _checked_record(
     try:
         record = json.loads(raw) if isinstance(raw, bytes) else raw
     except ValueError as error:
-        raise ConfigError(f"{key}.path: {where}: not JSON ({error}); fix or remove the line") from error
+        fix = _one_a_line(where) if raw.lstrip()[:1] == b"[" else "fix or remove the line"
+        raise ConfigError(f"{key}.path: {where}: not JSON ({error}); {fix}") from error
     if not isinstance(record, dict):
-        raise ConfigError(
-            f"{key}.path: {where}: expected a JSON object, got {_kind_of(record)}; fix or remove the line"
-        )
+        fix = _one_a_line(where) if isinstance(record, list) else "fix or remove the line"
+        raise ConfigError(f"{key}.path: {where}: expected a JSON object, got {_kind_of(record)}; {fix}")
+    if needed == FIELDS["chat"]:
+        record = with_messages(record)
     missing = [field for field in needed if field not in record]
     if missing:
         raise ConfigError(
@@ -210,11 +222,21 @@ def _checked_record(
     return record if isinstance(raw, bytes) else {name: without_nulls(record[name]) for name in record}
 
 
+def _one_a_line(where: str) -> str:
+    """For a file that is one JSON array."""
+    path = where.rpartition(":")[0]
+    return f"write one object a line, not an array of them: jq -c '.[]' {path} > {Path(path).stem}.jsonl"
+
+
 def _fix(key: str, record: dict[str, Any], needed: tuple[str, ...]) -> str:
     """What was meant by a record without the needed fields."""
     fitting = [kind for kind, names in FIELDS.items() if set(names) <= record.keys() and names != needed]
     if fitting and len(needed) == 1:
         return f'set {key}.kind = "{fitting[-1]}"'
+    if needed != FIELDS["chat"] and "messages" in with_messages(record):
+        return f'set {key}.kind = "chat"'
+    if {"instruction", "output"} <= record.keys():
+        return "write its turns as `messages`, a list of `role` and `content`"
     return f"set {key}.field to the right one" if len(needed) == 1 else "fix or remove the record"
 
 

@@ -34,6 +34,7 @@ _FORMAT = 1
 _TOKENS_FORMAT = 2  # of an index of files that were tokenised before
 _CHAT_FORMAT = 2  # of what carries loss in a chat
 _PAIR_FORMAT = 1
+_READABLE = 1  # of what counts as a record that can be read
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 23
 
@@ -170,7 +171,7 @@ def _open_tokenised(
     if source.dataset:
         options += [source.dataset, source.subset, source.split]
     if config.on_error != "stop":  # what was tokenised before there was this key keeps its place
-        options += [config.on_error]
+        options += [config.on_error, _READABLE]
 
     def build(folder: Path) -> None:
         _tokenise(folder, key, source, files, tokenizer, encoder, Dropped(config.on_error))
@@ -184,7 +185,7 @@ def _open_pretokenised(root: Path, key: str, source: SourceConfig, vocab_size: i
     options = [source.kind, _TOKENS_FORMAT, source.dtype, source.document_end]
     cache_key = _cache_key(options, [*files, *offset_files(files)])
     folder = open_or_build(root, cache_key, lambda folder: index_tokens(folder, key, source, files, arrays))
-    check_ids(folder, source, vocab_size)
+    check_ids(folder, vocab_size)
     return open_store(folder, name=source_name(source), shards=arrays)
 
 

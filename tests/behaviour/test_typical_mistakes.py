@@ -36,7 +36,13 @@ output_dir = "{folder}/run"
 """
 OF_A_LAUNCHER = re.compile(r"[WEI]\d{4} |\*+$|\s*$")
 FULL_DISK = "a disk that is full at a save"
-WHILE_RUNNING = ("a record with another field", "ranks with other settings", FULL_DISK)
+WHILE_RUNNING = (
+    "a record with another field",
+    "an array of records",
+    "ids outside of the vocabulary",
+    "ranks with other settings",
+    FULL_DISK,
+)
 """Found by ranks that have begun, behind what they say of their progress."""
 SAMPLE = "lr alone"
 

@@ -169,6 +169,40 @@ def test_a_record_of_another_form_names_its_kind(tmp_path: Path) -> None:
 
 
 @requires_transformers
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": "human", "value": "Add.\n1 1"}, {"from": "gpt", "value": "2"}]},
+        {"instruction": "Add.", "input": "1 1", "output": "2"},
+        {"instruction": "Add.\n1 1", "input": "", "output": "2", "history": []},
+    ],
+)
+def test_records_of_sharegpt_and_alpaca_are_read_as_chats(record: dict[str, Any], tmp_path: Path) -> None:
+    user, assistant = {"role": "user", "content": "Add.\n1 1"}, {"role": "assistant", "content": "2"}
+    system = {"role": "system", "content": "Be kind."}
+    usual = [{"messages": [user, assistant]}, {"messages": [system, user, assistant]}]
+    expected = shown(section(tmp_path, "chat", usual))
+    assert shown(section(tmp_path, "chat", [record, {**record, "system": "Be kind."}])) == expected
+
+
+@requires_transformers
+@pytest.mark.parametrize(
+    ("kind", "record", "said"),
+    [
+        ("chat", {"conversations": [{"from": "bard", "value": "a"}]}, r"`from` \(human, .* got .*bard"),
+        ("chat", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "turns as `messages`"),
+        ("completion", {"instruction": "a", "output": "b"}, r'data\.kind = "chat"'),
+        ("jsonl", {"conversations": []}, r'data\.kind = "chat"'),
+    ],
+)
+def test_what_is_wrong_with_records_of_sharegpt_and_alpaca_is_said(
+    kind: str, record: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_sources(section(tmp_path, kind, [record]))
+
+
+@requires_transformers
 def test_another_template_is_another_data_set(tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     prints = []

@@ -202,8 +202,18 @@ BAD_FILES = {
     ),
     "not an object": (
         {"kind": "jsonl", "path": "a.jsonl"},
-        {"a.jsonl": "[1]"},
-        r"a\.jsonl:1: expected a JSON object",
+        {"a.jsonl": "3"},
+        r"a\.jsonl:1: expected a JSON object, got int; fix or remove the line",
+    ),
+    "an array of objects": (
+        {"kind": "jsonl", "path": "a.json"},
+        {"a.json": '[{"text": "a"}]'},
+        r"data\.path: .*a\.json:1: expected a JSON object, got list; write one object a line, .*a\.jsonl",
+    ),
+    "an array of objects over lines": (
+        {"kind": "jsonl", "path": "a.json"},
+        {"a.json": '[\n{"text": "a"}\n]'},
+        r"data\.path: .*a\.json:1: not JSON .*; write one object a line, .*a\.jsonl",
     ),
     "no such key": (
         {"kind": "jsonl", "path": "a.jsonl"},

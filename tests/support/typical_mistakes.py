@@ -108,6 +108,14 @@ VALUES = {
 }  # fmt: skip
 
 PATHS = {
+    "an array of records": Typical(
+        "--data.kind jsonl --data.path a.json", "data.path", "write one object a line",
+        {"a.json": '[{"text": "one"}, {"text": "two"}]'},
+    ),
+    "ids outside of the vocabulary": Typical(
+        "--data.kind tokens --data.path a.bin", "data.vocab_size", "model.vocab_size to 4097 or more",
+        {"a.bin": b"\x00\x10" * 5000},
+    ),
     "a slip in the file's name": Typical("--config run.tml", "--config", "run.toml"),
     "a slip in the name of the data": Typical(
         "--data.kind text --data.path corpsu.txt", "data.path", "corpus.txt", ONE_TEXT
