@@ -30,6 +30,7 @@ def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) ->
         if why := why_not_writable(folder, make=not only_looks):
             line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"
             found.append(((key,), line))
+    found += _pickled_findings(config)
     return found + (_start_findings(config) if is_plan else _load_findings(config))
 
 
@@ -53,13 +54,37 @@ def _vocabulary_findings(config: Config, tokenizer: Tokenizer) -> Findings:
     return [(keys, line)]
 
 
+def _has_begun(config: Config) -> bool:
+    """Whether the run may have checkpoints of its own."""
+    own = config.checkpoint.folder or str(Path(config.train.output_dir) / RUN_FOLDER)
+    return "://" in own or any(Path(own).expanduser().glob("step_*"))
+
+
+def _pickled_findings(config: Config) -> Findings:
+    """Weights of the model's folder that are there, but as pickles, which are never loaded."""
+    hf = config.model.hf
+    if hf is None or config.model.random_weights or _has_begun(config):
+        return []
+    if config.checkpoint.load not in ("latest", "none"):  # the weights are to come from there
+        return []
+    folder = Path(hf).expanduser()
+    pickled = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    if not pickled or any(folder.glob("*.safetensors")):
+        return []
+    line = (
+        f"model.hf: expected weights as *.safetensors, got {pickled[0]} in {hf!r}, a pickle, which may run "
+        "code when loaded; convert it once to safetensors with transformers: "
+        f"AutoModelForCausalLM.from_pretrained({hf!r}).save_pretrained(NEW_FOLDER)"
+    )
+    return [(("model.hf",), line)]
+
+
 def _load_findings(config: Config) -> Findings:
     """A start that is not there at all. A run that has begun goes on without it."""
     load = config.checkpoint.load
-    own = config.checkpoint.folder or str(Path(config.train.output_dir) / RUN_FOLDER)
     if load in ("latest", "none") or "://" in load or Path(load).expanduser().exists():
         return []
-    if "://" in own or any(Path(own).expanduser().glob("step_*")):
+    if _has_begun(config):
         return []
     fix = choice_like(load, ("latest",)) or "name another one, or set it to none to start anew"
     line = (
@@ -92,6 +117,7 @@ def _start_findings(config: Config) -> Findings:
             found.append((("checkpoint.load",), f"checkpoint.load: {error}; {fix}"))
         resumes = not found
     keys = ("model.hf", "checkpoint.load")
-    found += asked(require_weights, config.model, config.precision, resumes=resumes, keys=keys)
+    if not _pickled_findings(config):
+        found += asked(require_weights, config.model, config.precision, resumes=resumes, keys=keys)
     refused = asked(RoutingTape.from_config, config.experts, keys=("experts.replay",))
     return found + [(keys, f"experts.{line}") for keys, line in refused]

@@ -4,6 +4,7 @@ cannot be asked of a wrapped model."""
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from fsdmoe.config.schema import Config
@@ -19,6 +20,7 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
     from fsdmoe.huggingface.folder import hf_fields  # only when chosen: it loads torch
 
     try:
+        _require_no_file(values["hf"])
         fields = hf_fields(values["hf"])
     except (ConfigError, ImportError) as error:
         problems.extend(error.problems if isinstance(error, ConfigError) else [f"model.hf: {error}"])
@@ -32,6 +34,13 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
                 f"model.{key}: the folder of model.hf means {stated[key]!r}, got {written!r}; drop the key"
             )
     values.update(fields)
+
+
+def _require_no_file(hf: Any) -> None:
+    path = Path(str(hf)).expanduser()
+    if path.is_file():
+        fix = f"name its folder, {path.parent}" if (path.parent / "config.json").is_file() else "name one"
+        raise ConfigError(f"model.hf: expected a folder with a config.json, got the file {hf!r}; {fix}")
 
 
 def _says_the_same(written: Any, stated: Any) -> bool:

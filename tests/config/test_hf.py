@@ -67,3 +67,28 @@ def test_data_must_be_named_for_a_run_and_not_for_a_plan_without_files(
     with pytest.raises(SystemExit):
         load_config(arguments(folder, *text(folder)))
     assert "data.tokenizer: expected the tokenizer of the model, got none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "is_named", "line"),
+    [
+        (
+            "pytorch_model.bin",
+            False,
+            "; convert it once to safetensors with transformers: AutoModelForCausalLM.",
+        ),
+        ("model.safetensors", True, "model.safetensors'; name its folder, {folder}/hf"),
+    ],
+)
+def test_weights_that_are_pickles_or_named_themselves_are_told_what_to_do(
+    name: str, is_named: bool, line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "hf" / name).write_bytes(b"weights")
+    model = folder / "hf" / name if is_named else folder / "hf"
+    with pytest.raises(SystemExit):
+        load_config(
+            ["--model.hf", str(model), "--data.kind", "python-stdlib", "--train.output_dir", str(folder)]
+        )
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("fsdmoe: model.hf: expected")
+    assert line.format(folder=folder) in first
