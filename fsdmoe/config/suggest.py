@@ -74,7 +74,7 @@ ALIASES = {
     "offload": "fsdp.cpu_offload", "zero_stage": "fsdp.shard", "sharding_strategy": "fsdp.shard",
     "logging_steps": "observe.log_interval", "log_freq": "observe.log_interval",
     "wandb_project": _WANDB, "project": _WANDB, "wandb": 'observe.loggers = ["wandb"]',
-    "report_to": "observe.loggers", "tensorboard": 'observe.loggers = ["tensorboard"]',
+    "report_to": "observe.loggers", "mlflow": 'observe.loggers = ["mlflow"]',
     "lora_rank": "adapter.rank", "lora_r": "adapter.rank", "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout", "lora.r": "adapter.rank", "lora.rank": "adapter.rank",
     "adapter.r": "adapter.rank", "aux_loss_coef": "experts.balance.sequence",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsdmoe.config.kept import KEPT, kept_values
 from fsdmoe.errors import ConfigError
-from fsdmoe.observe.compare import ComparedRun, differences, page, read_run, table
+from fsdmoe.observe.compare import ComparedRun, differences, held_out_note, page, read_run, table
 from fsdmoe.observe.console import print_table, suppress_broken_pipe
 from fsdmoe.observe.exposed import exposure
 from fsdmoe.observe.exposed import table as exposed_table
@@ -78,6 +78,8 @@ def _compare(folders: Sequence[str], html: Path) -> None:
     runs = read_runs(folders)
     columns = ["", *(run.name for run in runs)]
     print_table("Runs", columns, table(runs))
+    if note := held_out_note(runs):
+        print(note)
     for run in runs:
         if run.config is None:
             print(f"{run.name} has no {KEPT}: it was made by an earlier version")

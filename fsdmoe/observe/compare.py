@@ -8,6 +8,7 @@ and one HTML page with curves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,12 @@ METRICS = "metrics.jsonl"
 LOADS = "tensorboard/expert_load.npz"
 PAGE = Path(__file__).with_name("compare.html")
 OVER = {"steps": "step", "tokens": "tokens", "minutes": "minutes in training steps"}
+EVALUATED = ("train.eval_batches", "train.global_batch_size")
+"""Keys outside of the data section that decide which rows are evaluated."""
+NOT_EVALUATED = (
+    "shuffle", "piece_len", "cursors", "num_workers", "prefetch", "pin_memory", "on_change", "cache_dir",
+)  # fmt: skip
+"""Keys of the data section that do not."""
 MOST_LAYERS = 8  # whose heat maps a page shows
 
 
@@ -124,14 +131,11 @@ def read_run(folder: Path, name: str, config: Mapping[str, Any] | None) -> Compa
 def figures(run: ComparedRun) -> dict[str, str]:
     """The run in a dozen numbers."""
     history = run.history
-    last_losses = [point.value for point in history.losses if point.step > 1][-LAST_ROWS:]
     best_eval = best(history.evals)
     return {
         "steps": str(history.last_step),
         "tokens": short(history.tokens),
-        f"loss, mean of the last {LAST_ROWS} rows": number(
-            sum(last_losses) / len(last_losses) if last_losses else None, ".4f"
-        ),
+        "loss, mean of the last rows": _last_loss(run),
         "evaluation loss, last": number(history.evals[-1].value if history.evals else None, ".4f"),
         "evaluation loss, best": f"{best_eval.value:.4f} at step {best_eval.step}" if best_eval else UNKNOWN,
         "tokens/s, median": short(median(history.speeds)),
@@ -154,7 +158,46 @@ def dead_share(experts: Mapping[str, Mapping[str, float | None]]) -> float | Non
 def table(runs: Sequence[ComparedRun]) -> list[list[str]]:
     """Rows of figures: what, then a cell for each run."""
     columns = [figures(run) for run in runs]
-    return [[name, *(column[name] for column in columns)] for name in columns[0]]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    at = next(i for i, row in enumerate(rows) if row[0].startswith("loss,")) + 1
+    return [*rows[:at], *_equal_losses(runs), *rows[at:]]
+
+
+def _equal_losses(runs: Sequence[ComparedRun]) -> list[list[str]]:
+    """Losses up to the last step, and up to the last token, that all runs have seen."""
+    found = []
+    for over, ends in (
+        ("steps", [run.history.last_step for run in runs]),
+        ("tokens", [run.history.tokens for run in runs]),
+    ):
+        if len(set(ends)) > 1 and min(ends) > 0:
+            cells = [_last_loss(run, over, min(ends)) for run in runs]
+            upto = f"step {min(ends)}" if over == "steps" else f"{short(min(ends))} tokens"
+            found.append([f"loss, mean of the last rows up to {upto}", *cells])
+    return found
+
+
+def _last_loss(run: ComparedRun, over: str = "steps", end: float = math.inf) -> str:
+    """The mean of the last rows that are not past ``end``, with their number. Step 1 is the loss of the
+    initial weights: in a short run it would lift the mean by itself."""
+    known = [row["loss"] for row in run.steps if row["step"] > 1 and row[over] <= end]
+    last = [loss for loss in known if loss is not None][-LAST_ROWS:]
+    return f"{sum(last) / len(last):.4f} ({len(last)} rows)" if last else UNKNOWN
+
+
+def held_out_note(runs: Sequence[ComparedRun]) -> str | None:
+    """Why the evaluation losses of the runs cannot be compared, as far as their configurations tell."""
+    deciding = [
+        key
+        for key, *_ in differences(runs)
+        if key in EVALUATED or (key.startswith("data.") and key.rpartition(".")[2] not in NOT_EVALUATED)
+    ]
+    if not deciding:
+        return None
+    return (
+        f"Evaluation losses are not over the same rows (different {', '.join(deciding)}): evaluate the runs "
+        "with --evaluate-only and one setting of these to compare them."
+    )
 
 
 def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
@@ -216,5 +259,5 @@ def page(runs: Sequence[ComparedRun], *, is_live: bool = False) -> str:
     return template.render(
         runs=[run.name for run in runs], table=table(runs), differences=differences(runs), charts=charts,
         loads=loads, without_config=[run.name for run in runs if run.config is None], is_live=is_live,
-        most_layers=MOST_LAYERS,
+        held_out_note=held_out_note(runs), most_layers=MOST_LAYERS,
     )  # fmt: skip

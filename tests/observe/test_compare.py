@@ -10,7 +10,7 @@ import pytest
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.observe.__main__ import main, read_runs
-from fsdmoe.observe.compare import differences, page, table
+from fsdmoe.observe.compare import differences, held_out_note, page, table
 
 KEPT = """# The configuration of this run
 #   train.steps    command line
@@ -51,7 +51,9 @@ def test_figures_of_runs_stand_in_columns(tmp_path):
     rows = {name: cells for name, *cells in table(runs)}
     assert rows["steps"] == ["20", "10"]
     assert rows["tokens"] == ["2k", "1k"]
-    assert rows["loss, mean of the last 10 rows"] == ["3.4500", "4.4000"]
+    assert rows["loss, mean of the last rows"] == ["3.4500 (10 rows)", "4.4000 (9 rows)"]
+    assert rows["loss, mean of the last rows up to step 10"] == ["4.4000 (9 rows)"] * 2
+    assert rows["loss, mean of the last rows up to 1k tokens"] == ["4.4000 (9 rows)"] * 2
     assert rows["evaluation loss, best"] == ["3.2500 at step 20", "3.2500 at step 10"]
     assert rows["tokens/s, median"] == ["200", "200"]
     assert rows["time in training steps"] == ["10:00", "5:00"]
@@ -73,6 +75,18 @@ def test_differences_are_keys_and_decisions_but_not_the_folder(tmp_path):
         ["optim.lr", "0.001", "0.002"],
         ["mesh.dp_shard", "-1: 2", "-1: 8"],
     ]
+
+
+def test_evaluation_losses_over_different_rows_are_noted(tmp_path, capsys):
+    folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=2e-3)]
+    for folder, holdout in zip(folders, (0.01, 0.1), strict=True):
+        kept = folder / "config.toml"
+        kept.write_text(f"{kept.read_text()}[data]\nholdout = {holdout}\nprefetch = {holdout}\n")
+    assert main(["compare", *map(str, folders), "--html", str(tmp_path / "page.html")]) == 0
+    note = "Evaluation losses are not over the same rows (different data.holdout):"
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert note in (tmp_path / "page.html").read_text()
+    assert held_out_note(read_runs([str(folders[0])] * 2)) is None
 
 
 def test_a_run_without_a_kept_configuration_and_one_that_has_just_begun_are_shown(tmp_path, capsys):

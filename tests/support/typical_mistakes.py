@@ -113,7 +113,8 @@ PATHS = {
         {"a.json": '[{"text": "one"}, {"text": "two"}]'},
     ),
     "ids outside of the vocabulary": Typical(
-        "--data.kind tokens --data.path a.bin", "data.vocab_size", "model.vocab_size to 4097 or more",
+        "--data.kind tokens --data.path a.bin --data.max_bytes none", "data.vocab_size",
+        "model.vocab_size to 4097 or more",
         {"a.bin": b"\x00\x10" * 5000},
     ),
     "a slip in the file's name": Typical("--config run.tml", "--config", "run.toml"),
