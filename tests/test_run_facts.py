@@ -1,5 +1,6 @@
 """The lines of the start's card that no run of one small rank shows."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from fsdmoe.run_facts import (
 )
 from fsdmoe.testing import requires_peft
 from tests.support.hf_tiny import tiny_hf
+from tests.support.scripts import ROOT
 from tests.support.tiny_run import tiny_config
 
 
@@ -102,12 +104,12 @@ def test_the_share_of_tokens_with_loss_is_estimated_from_the_beginning_of_each_s
     assert share(answers, text) == "on 62.5% of the tokens (estimated from the first 1M of each source)"
 
 
-def test_a_small_held_out_slice_is_warned_of(tmp_path: Path) -> None:
+def test_a_small_held_out_slice_is_warned_of_and_that_of_the_quick_start_is_not(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("one\n\ntwo\n\nthree")
     small = DataConfig(kind="text", path=str(tmp_path), separator="\n\n", holdout=0.2)
-    large = DataConfig(max_bytes=2_000_000, holdout=0.5)
+    quick_start = DataConfig(**tomllib.loads((ROOT / "configs/quickstart.toml").read_text())["data"])
     texts = []
-    for data in (small, large):
+    for data in (small, quick_start):
         config = replace(tiny_config("runs/x", 1), data=data)
         with build_data(
             data, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=8, seed=0
