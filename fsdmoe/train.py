@@ -212,7 +212,7 @@ class Run:
 def train(command: CommandLine) -> int:
     """Train, evaluate or plan as the command line asks; returns the exit code. Collective."""
     if command.dry_run:
-        return dry_run(command.config, command.world_size, command.problems)
+        return dry_run(command.config, command.world_size, command.problems, command.gpu)
     command.warn_of_device(has_gpu=torch.cuda.is_available())
     is_main = failures.own_rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")

@@ -35,6 +35,8 @@ class CommandLine:
     evaluate_only: bool = False
     problems: tuple[str, ...] = ()
     """With --dry-run: what the run would be refused for on this host, a line each."""
+    gpu: str | None = None
+    """With --dry-run: the GPU to plan for, by name or memory."""
     take_over: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each value that is no default comes from, by dotted key."""
@@ -114,6 +116,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         world_size,
         evaluate_only="--evaluate-only" in flags,
         problems=tuple(found),
+        gpu=flags.get("--gpu"),
         take_over="--take-over" in flags,
         origins=origins_of(config, mapping, overrides, flags.get("--config", ""), kept=origins),
         source=flags.get("--config") or flags.get("--run") or CommandLine.source,
@@ -189,6 +192,8 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
         problems.append(
             "--world: only plans, got a run; add --dry-run, or start that many ranks with torchrun"
         )
+    if "--gpu" in flags and "--dry-run" not in flags:
+        problems.append("--gpu: only plans, got a run, which takes the GPUs that are here; add --dry-run")
     if "--files-elsewhere" in flags and "--dry-run" not in flags:
         problems.append("--files-elsewhere: only plans, got a run, which needs its files here; add --dry-run")
     if "--take-over" in flags and (without := [flag for flag in _PROGRAMS if flag in flags]):

@@ -27,6 +27,7 @@ USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [-
   --evaluate-only   load the model, print its loss on the held-out documents and exit
   --take-over       go on in a folder whose run.lock names a run elsewhere that you know has ended
   --world N         plan for N ranks (with --dry-run or --print-config)
+  --gpu GPU         with --dry-run: plan for this GPU, by name (l40s) or memory in GB (48)
   --help            this text; --help model: the keys of a section; --help lr: keys with this word;
                     --help all: every key
 """

@@ -10,7 +10,7 @@ from fsdmoe.config.keys import all_keys
 from fsdmoe.config.schema import SECTIONS
 from fsdmoe.rules import nearest
 
-WITH_VALUE = ("--config", "--run", "--world")
+WITH_VALUE = ("--config", "--run", "--world", "--gpu")
 BARE = ("--print-config", "--dry-run", "--evaluate-only", "--files-elsewhere", "--take-over")
 FLAGS = (*WITH_VALUE, *BARE, "--help")
 """Options without a section."""

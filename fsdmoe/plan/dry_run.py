@@ -1,4 +1,4 @@
-"""``train.py --dry-run [--world N]``: what a configuration costs on each rank, before anything is built.
+"""``train.py --dry-run [--world N] [--gpu GPU]``: what a configuration costs on each rank.
 
 Weights, gradients, moments and slots come from the planner that a real run uses; activations, workspaces,
 traffic and time from the estimate that ``python -m fsdmoe.plan`` searches with. Nothing is allocated, no
@@ -21,7 +21,7 @@ from fsdmoe.observe import print_table
 from fsdmoe.optim import count_state
 from fsdmoe.parallel import decoder_layers
 from fsdmoe.plan.estimate import Estimate, estimate, shortage
-from fsdmoe.plan.hardware import GIB, GPUS
+from fsdmoe.plan.hardware import GIB, GPUS, Gpu, gpu_asked
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import activation_bytes, state_bytes
 from fsdmoe.plan.parameters import split_model
@@ -32,14 +32,21 @@ from fsdmoe.plan.traffic import estimate_traffic
 SHOWN_GPUS = ("h100", "h200", "gb200")
 
 
-def dry_run(config: Config, world_size: int, problems: Sequence[str] = ()) -> int:
+def dry_run(config: Config, world_size: int, problems: Sequence[str] = (), gpu: str | None = None) -> int:
     """Print the plan for ``world_size`` ranks, and behind it the ``problems`` that files have and that the
-    model has by itself; returns the exit code, which is 2 where there are any."""
+    model has by itself; returns the exit code, which is 2 where there are any.
+
+    ``gpu``: by name or memory; else those of ``SHOWN_GPUS`` are compared."""
     if own_rank() != 0:
         return 2 if problems else 0
+    try:
+        gpus = [gpu_asked(name) for name in ([gpu] if gpu is not None else SHOWN_GPUS)]
+    except ConfigError as error:
+        print(f"fsdmoe: {error}", file=sys.stderr)
+        return 2
     refused = list(problems)
     try:
-        _print_plan(config, world_size)
+        _print_plan(config, world_size, gpus)
     except ConfigError as error:
         refused += error.problems
     if not refused:
@@ -52,14 +59,14 @@ def dry_run(config: Config, world_size: int, problems: Sequence[str] = ()) -> in
     return 2
 
 
-def _print_plan(config: Config, world_size: int) -> None:
+def _print_plan(config: Config, world_size: int, gpus: Sequence[Gpu]) -> None:
     job = Job.of(config)
-    decisions = {name: decide_memory(config, world_size, GPUS[name].memory) for name in SHOWN_GPUS}
-    found = {
-        name: estimate(job, Setting.of(each.config, world_size), GPUS[name])
-        for name, each in decisions.items()
-    }
-    config = decisions[SHOWN_GPUS[0]].config
+    decisions = [decide_memory(config, world_size, gpu.memory) for gpu in gpus]
+    found = [
+        estimate(job, Setting.of(each.config, world_size), gpu)
+        for each, gpu in zip(decisions, gpus, strict=True)
+    ]
+    config = decisions[0].config
     setting = Setting.of(config, world_size)
     plan, _ = plan_run(config, world_size)
     print_table(
@@ -67,20 +74,26 @@ def _print_plan(config: Config, world_size: int) -> None:
         ("axis", "size"),
         [(axis, str(size)) for axis, size in vars(setting.degrees).items()],
     )
-    any_gpu = found[SHOWN_GPUS[0]]
+    any_gpu = found[0]
     rows = plan.table()[:8]
     rows += [row for row in memory_rows(any_gpu.memory) if row[0] not in dict(plan.table())]
     rows.append(("host memory (offload, copy for saves)", f"{host_bytes(config, any_gpu) / GIB:.3f} GiB"))
     rows += traffic_rows(any_gpu.traffic)
     rows.append(("micro-batches per step", str(setting.num_micro_batches(job))))
-    rows += [(f"on {name}, {GPUS[name].memory / GIB:.0f} GiB", _verdict(e)) for name, e in found.items()]
-    rows += [(f"{key} on {n}", why) for n, each in decisions.items() for key, why in each.told.items()]
+    rows += [(f"on {each.gpu.name}, {each.gpu.memory / GIB:.0f} GiB", _verdict(each)) for each in found]
+    rows += [
+        (f"{key} on {gpu.name}", why)
+        for gpu, each in zip(gpus, decisions, strict=True)
+        for key, why in each.told.items()
+    ]
     print_table(f"Per rank, {plan.num_parameters / 1e9:.3f} B parameters in all", ("what", "how much"), rows)
 
 
 def _verdict(found: Estimate) -> str:
     if not found.fits:
         return f"does not fit: {shortage(found.memory, found.gpu)}"
+    if found.gpu.name not in GPUS:
+        return "fits; no time: name the GPU for one"
     if found.why_no_price:
         return f"fits; no time: {found.why_no_price}"
     return (

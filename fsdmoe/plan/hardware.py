@@ -8,10 +8,11 @@ with Megatron Core*, table 7 (all-to-all of 8 ranks in one NVLink domain, and of
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.rules import nearest
+from fsdmoe.rules import choice_like, nearest
 
 GIB = 2**30
 TERA = 1e12
@@ -134,6 +135,21 @@ FABRICS: dict[str, float] = {
     "ethernet-100": 10 * GIGA,
 }
 """Bytes/s of a GPU's own network card, attained."""
+
+
+def gpu_asked(text: str) -> Gpu:
+    """By name, or by memory alone, as data sheets state it (``48``, ``48GB``): then its rates are not
+    known, and those it has mean nothing."""
+    memory = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(gb)?", text.lower())
+    if memory is None or float(memory[1]) <= 0:
+        if text in GPUS:
+            return GPUS[text]
+        raise ConfigError(
+            f"--gpu: expected memory in GB (48), or one of {', '.join(GPUS)}, got {text!r}; "
+            f"{choice_like(text, list(GPUS)) or 'choose one of them'}"
+        )
+    usable = int(float(memory[1]) * 0.99 * GIGA)  # the driver keeps a little
+    return replace(_H200, name=f"a GPU of {float(memory[1]):g} GB", memory=usable, is_measured=False)
 
 
 def gpu_named(name: str, fabric: str | None = None, host_gib: int | None = None) -> Gpu:

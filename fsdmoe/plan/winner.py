@@ -64,7 +64,7 @@ def toml_text(candidate: Candidate, wanted: Reading, request: Request, ranking: 
         f"meshes that fit, {ranking.num_settings:,} settings tried.",
         f"Predicted: {found.memory.total / GIB:.1f} of {ranking.gpu.memory / GIB:.1f} GiB, {_speed(found)}.",
         "  python train.py --config THIS.toml --dry-run "
-        f"{'--files-elsewhere ' if missing else ''}--world {request.num_gpus}",
+        f"{'--files-elsewhere ' if missing else ''}--world {request.num_gpus} --gpu {request.gpu}",
     ]
     if missing:
         lines.append("Add what to train on: data.kind, data.path and data.tokenizer (docs/data.md).")

@@ -40,6 +40,7 @@ runpy.run_path("train.py", run_name="__main__")
         (["--run", "x", "--config", "y.toml"], "--run: expected no --config with it"),
         (["--run", "x", "--train.output_dir", "y"], "write --config x/config.toml --train.output_dir FOLDER"),
         (["--files-elsewhere"], "--files-elsewhere: only plans"),
+        (["--gpu", "48"], "--gpu: only plans"),
         (["--world", "²", "--dry-run"], "--world: expected a positive number of ranks, got '²'"),
         (["--world=", "--dry-run"], "--world: expected a positive number of ranks, got ''"),
     ],

@@ -71,6 +71,27 @@ def test_recompute_keeps_less_and_the_table_is_printed(capsys: pytest.CaptureFix
     assert "optimizer moments" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("gpu", "row"),
+    [("l40s", r"on l40s, 44 GiB +│ fits; about"), ("48", r"on a GPU of 48 GB, 44 GiB +│ fits; no time: name"),
+     ("0.5GB", r"on a GPU of 0\.5 GB, 0 GiB +│ does not fit")],
+)  # fmt: skip
+def test_a_gpu_is_asked_for_by_name_or_by_memory(
+    gpu: str, row: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(plan(1, {})[0], 1, gpu=gpu) == 0
+    printed = capsys.readouterr().out
+    assert re.search(row, printed), printed
+    assert "h100" not in printed
+
+
+def test_an_unknown_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(plan(1, {})[0], 1, gpu="l40") == 2
+    assert capsys.readouterr().err.startswith(
+        "fsdmoe: --gpu: expected memory in GB (48), or one of rtx-4090,"
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_experts_of_any_width_are_planned_in_the_precision_of_the_run(dtype: str) -> None:
     """A width of 12 is no whole number of 16 bytes, so no grouped product takes it: a loop over rows does,

@@ -23,7 +23,8 @@ def planned(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, gpus
     problems: list[str] = []
     config = build_config(tomllib.loads(file.read_text()), {}, gpus, problems, needs_data=False)
     assert config is not None, problems
-    assert dry_run(config, gpus) == 0
+    (gpu,) = re.findall(r"--dry-run .*--gpu (\S+)", file.read_text())
+    assert dry_run(config, gpus, gpu=gpu) == 0
     assert "fits; about" in capsys.readouterr().out
     assert found["best"]["fits"]
     assert found["best"]["memory_total"] == sum(found["best"]["memory"].values())
