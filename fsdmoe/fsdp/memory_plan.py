@@ -20,6 +20,7 @@ from fsdmoe.fsdp.plan import GroupPlan, ModelPlan, plan_model
 from fsdmoe.fsdp.units import select_units
 from fsdmoe.mesh import Axis, Degrees, axis_sizes, mesh_without_groups
 from fsdmoe.placement import Coordinates
+from fsdmoe.rules import size_text
 
 
 class PlannedMeshes:
@@ -119,7 +120,7 @@ class MemoryPlan:
             ("gradients received per step", self.traffic.reduced),
             ("gradients across replicas per step", self.traffic.replicated),
         ]  # fmt: skip
-        return [(name, f"{value / 2**30:.3f} GiB") for name, value in rows]
+        return [(name, size_text(value)) for name, value in rows]
 
 
 MomentCount = Callable[[Sequence[GroupPlan], Coordinates], MomentBytes]

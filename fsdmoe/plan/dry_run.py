@@ -26,8 +26,9 @@ from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import activation_bytes, state_bytes
 from fsdmoe.plan.parameters import split_model
 from fsdmoe.plan.recompute import decide_memory
-from fsdmoe.plan.text import memory_rows, traffic_rows
+from fsdmoe.plan.text import memory_rows, traffic_rows, without_zeros
 from fsdmoe.plan.traffic import estimate_traffic
+from fsdmoe.rules import size_text
 
 SHOWN_GPUS = ("h100", "h200", "gb200")
 
@@ -77,7 +78,7 @@ def _print_plan(config: Config, world_size: int, gpus: Sequence[Gpu]) -> None:
     any_gpu = found[0]
     rows = plan.table()[:8]
     rows += [row for row in memory_rows(any_gpu.memory) if row[0] not in dict(plan.table())]
-    rows.append(("host memory (offload, copy for saves)", f"{host_bytes(config, any_gpu) / GIB:.3f} GiB"))
+    rows.append(("host memory (offload, copy for saves)", size_text(host_bytes(config, any_gpu))))
     rows += traffic_rows(any_gpu.traffic)
     rows.append(("micro-batches per step", str(setting.num_micro_batches(job))))
     rows += [(f"on {each.gpu.name}, {each.gpu.memory / GIB:.0f} GiB", _verdict(each)) for each in found]
@@ -86,7 +87,11 @@ def _print_plan(config: Config, world_size: int, gpus: Sequence[Gpu]) -> None:
         for gpu, each in zip(gpus, decisions, strict=True)
         for key, why in each.told.items()
     ]
-    print_table(f"Per rank, {plan.num_parameters / 1e9:.3f} B parameters in all", ("what", "how much"), rows)
+    print_table(
+        f"Per rank, {plan.num_parameters / 1e9:.3f} B parameters in all",
+        ("what", "how much"),
+        without_zeros(rows),
+    )
 
 
 def _verdict(found: Estimate) -> str:

@@ -11,8 +11,16 @@ from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import memory_plan
 from fsdmoe.plan.search import Candidate, Ranking, summary_of_losers, why_it_loses
 from fsdmoe.plan.source import Reading, Request
-from fsdmoe.plan.text import MEMORY_NAMES, TRAFFIC_NAMES, memory_rows, setting_text, traffic_rows
+from fsdmoe.plan.text import (
+    MEMORY_NAMES,
+    TRAFFIC_NAMES,
+    memory_rows,
+    setting_text,
+    traffic_rows,
+    without_zeros,
+)
 from fsdmoe.plan.winner import tables_of, toml_text
+from fsdmoe.rules import size_text
 
 TIME_NAMES = {
     "compute": "compute",
@@ -144,8 +152,8 @@ def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int
         rows = [(reason, str(count)) for reason, count in losers.most_common()]
         print_table("Why all other meshes lose", ("reason", "meshes"), rows)
     found = best.found
-    rows = [*memory_rows(found.memory), ("host memory", f"{found.memory.host / GIB:.3f} GiB")]
-    rows += traffic_rows(found.traffic)
+    rows = [*memory_rows(found.memory), ("host memory", size_text(found.memory.host))]
+    rows = without_zeros([*rows, *traffic_rows(found.traffic)])
     if not found.why_no_price:
         rows += [(TIME_NAMES[name], f"{seconds:.3f} s") for name, seconds in vars(found.time).items()]
     print_table("The first, on one rank", ("what", "how much"), rows)

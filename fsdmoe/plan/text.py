@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import Setting
 from fsdmoe.plan.memory import MemoryEstimate
 from fsdmoe.plan.traffic import TrafficEstimate
+from fsdmoe.rules import size_text
 
 MEMORY_NAMES = {
     "weights": "weights (compute precision)",
@@ -18,7 +18,7 @@ MEMORY_NAMES = {
     "loss": "logits of a chunk, loss",
     "layer_workspace": "workspace of a layer",
     "dispatch": "rows to and from experts",
-    "context": "context and communicators",
+    "context": "CUDA's context, communicators",
     "slack": "allocator's slack",
 }
 """By field of :class:`MemoryEstimate`, in the order of its bars."""
@@ -36,11 +36,16 @@ TRAFFIC_NAMES = {
 def memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
     rows = [(text, getattr(memory, name)) for name, text in MEMORY_NAMES.items()]
     rows.append(("everything on the device", memory.total))
-    return [(text, f"{value / GIB:.3f} GiB") for text, value in rows]
+    return [(text, size_text(value)) for text, value in rows]
 
 
 def traffic_rows(traffic: TrafficEstimate) -> list[tuple[str, str]]:
-    return [(text, f"{getattr(traffic, name) / GIB:.3f} GiB") for name, text in TRAFFIC_NAMES.items()]
+    return [(text, size_text(getattr(traffic, name))) for name, text in TRAFFIC_NAMES.items()]
+
+
+def without_zeros(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Of rows of sizes those that there is something of."""
+    return [row for row in rows if row[1] != size_text(0)]
 
 
 def setting_text(setting: Setting) -> str:

@@ -68,7 +68,9 @@ def test_recompute_keeps_less_and_the_table_is_printed(capsys: pytest.CaptureFix
     _, _, recomputed = plan(4, {"mesh": {"ep": 2}, "memory": {"recompute": ["layer"]}})
     assert 0 < recomputed < kept / 2
     assert dry_run(config, 4) == 0
-    assert "optimizer moments" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "optimizer moments" in printed
+    assert "mesh.tp" not in printed, "rows of which there is nothing are left out"
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,9 @@ def test_the_table_says_what_fits_and_what_the_host_needs(capsys: pytest.Capture
     assert found["on h200, 140 GiB"].startswith("fits; about ")
     assert found["micro-batches per step"] == "4"
     assert float(found["slots for gathered weights"].split()[0]) > 0
-    assert found["rows to and from experts sent per step"] == "0.000 GiB", "ep 1"
+    assert "rows to and from experts sent per step" not in found, "ep 1"
     copied = float(found["main weights"].split()[0]) + float(found["optimizer moments"].split()[0])
-    assert float(found["host memory (offload, copy for saves)"].split()[0]) == pytest.approx(copied, abs=2e-3)
+    assert float(found["host memory (offload, copy for saves)"].split()[0]) == pytest.approx(copied, abs=2e-2)
     offloaded = table(capsys, 16, {**large, "fsdp": {"cpu_offload": True}, "checkpoint": {"interval": 0}})  # type: ignore[arg-type]
     assert offloaded["on h100, 79 GiB"].startswith("fits; ")
     assert float(offloaded["host memory (offload, copy for saves)"].split()[0]) > copied
