@@ -206,7 +206,8 @@ def _checked_record(
     try:
         record = json.loads(raw) if isinstance(raw, bytes) else raw
     except ValueError as error:
-        fix = _one_a_line(where) if raw.lstrip()[:1] == b"[" else "fix or remove the line"
+        is_array = isinstance(raw, bytes) and raw.lstrip().startswith(b"[")
+        fix = _one_a_line(where) if is_array else "fix or remove the line"
         raise ConfigError(f"{key}.path: {where}: not JSON ({error}); {fix}") from error
     if not isinstance(record, dict):
         fix = _one_a_line(where) if isinstance(record, list) else "fix or remove the line"
