@@ -15,6 +15,7 @@ from fsdmoe.plan.text import (
     MEMORY_NAMES,
     TRAFFIC_NAMES,
     memory_rows,
+    num_changes,
     setting_text,
     traffic_rows,
     without_zeros,
@@ -22,6 +23,7 @@ from fsdmoe.plan.text import (
 from fsdmoe.plan.winner import tables_of, toml_text
 from fsdmoe.rules import size_text
 
+NEARLY_AS_FAST = 1.05
 TIME_NAMES = {
     "compute": "compute",
     "recompute": "recomputed",
@@ -126,6 +128,26 @@ def ranking_values(ranking: Ranking, wanted: Reading, request: Request, most: in
     }
 
 
+def plainest(ranking: Ranking) -> Candidate:
+    """Of the settings that take little longer than the first, the one that changes least of a plain run; of
+    equals the fastest."""
+    limit = NEARLY_AS_FAST * ranking.best.found.time.total
+    near = [each for each in ranking.candidates if each.found.time.total <= limit]
+    return min(near, key=lambda each: num_changes(each.setting))
+
+
+def _by_time(ranking: Ranking) -> list[tuple[int, Candidate, list[Candidate]]]:
+    """The first of each time that the table can tell from others, with its number, and those as fast."""
+    groups: dict[float, list[tuple[int, Candidate]]] = {}
+    for number, each in enumerate(ranking.candidates, 1):
+        groups.setdefault(each.order[0], []).append((number, each))
+    return [(group[0][0], group[0][1], [each for _, each in group[1:]]) for group in groups.values()]
+
+
+def _also(others: list[Candidate]) -> str:
+    return f" (as fast: {len(others)} other mesh{'es' * (len(others) > 1)})" if others else ""
+
+
 def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int) -> None:
     best, job = ranking.best, ranking.job
     num_parameters = memory_plan(job, best.setting).num_parameters
@@ -136,7 +158,7 @@ def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int
         [
             (
                 str(number),
-                setting_text(each.setting),
+                setting_text(each.setting) + _also(others),
                 "no price" if each.found.why_no_price else f"{each.found.time.total:.3g}",
                 "no price" if each.found.why_no_price else f"{each.found.tokens_per_second:,.0f}",
                 f"{each.found.memory.total / GIB:.1f}",
@@ -144,9 +166,16 @@ def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int
                 each.found.wall,
                 "" if number == 1 else why_it_loses(each, best),
             )
-            for number, each in enumerate(ranking.candidates[:most], 1)
+            for number, each, others in _by_time(ranking)[:most]
         ],
     )
+    plain = plainest(ranking)
+    if plain is not best:
+        place = 1 + ranking.candidates.index(plain)
+        print(
+            f"Simpler, at {plain.found.time.total / best.found.time.total:.2f} x the time: number {place}, "
+            f"{setting_text(plain.setting)}."
+        )
     losers = summary_of_losers(ranking)
     if losers:
         rows = [(reason, str(count)) for reason, count in losers.most_common()]

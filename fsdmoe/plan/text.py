@@ -63,6 +63,12 @@ def setting_text(setting: Setting) -> str:
     return ", ".join(words)
 
 
+def num_changes(setting: Setting) -> int:
+    """How many things of a plain run the setting changes, the mesh and the micro-batch aside."""
+    overlap = [number > 1 for number in (setting.experts.chunks, setting.experts.sub_batches)]
+    return len(setting.recompute) + len(setting.offload) + sum(overlap) + sum(_words(setting).values())
+
+
 def _words(setting: Setting) -> dict[str, bool]:
     fsdp, precision = setting.fsdp, setting.precision
     return {

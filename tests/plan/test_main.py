@@ -58,6 +58,24 @@ def test_a_file_keeps_its_own_keys_and_its_plan_passes_the_dry_run(
     assert found["config"]["data"]["seq_len"] == 64
 
 
+def test_meshes_that_are_as_fast_share_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = tmp_path / "given.toml"
+    given.write_text(
+        '[model]\npreset = "tiny-qwen3"\n[data]\nseq_len = 4096\n[train]\nglobal_batch_size = 8\n'
+    )
+    assert main([str(given), "--gpus", "4", "--top", "50"]) == 0
+    printed = capsys.readouterr().out
+    times = re.findall(r"^│ +\d+ +│[^│]*│ ([\d.e-]+) +│", printed, re.M)
+    assert len(times) == len(set(times)) > 1, printed
+
+
+@pytest.mark.full
+def test_a_simpler_setting_that_is_nearly_as_fast_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h100"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Simpler, at 1\.0\d x the time: number \d+, dp_shard 8 ep 8, micro-batch 1", printed)
+
+
 @pytest.mark.full
 def test_a_wrapped_model_is_planned_by_its_own_parameters(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
