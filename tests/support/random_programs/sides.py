@@ -331,7 +331,11 @@ class ShardedSide(Side):
         self._folder, self._num_saved = folder, 0
 
     def make_optimizer(self, kind: str, names: list[str]) -> torch.optim.Optimizer:
-        return AdamW(self.model, **ADAM, weight_decay=0.1) if kind == "fused" else super().make_optimizer(kind, names)
+        return (
+            AdamW(self.model, **ADAM, weight_decay=0.1)
+            if kind == "fused"
+            else super().make_optimizer(kind, names)
+        )
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else engine_of(self.model).micro_batch(last=False)
