@@ -59,7 +59,7 @@ def _failing_main(folder: Path, texts: list[str]) -> tuple[int, str]:
     told, text = io.StringIO(), texts[dist.get_rank()]
     config = tiny_config(str(folder), dist.get_world_size())
 
-    def build(config: Config, meshes: object, *, trains: bool, told: object) -> None:
+    def build(config: Config, meshes: object, *, trains: bool, told: object, decisions: object) -> None:
         assert (folder / LOCK).exists()
         dist.barrier()
         raise ConfigError(text)

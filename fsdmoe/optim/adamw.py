@@ -118,6 +118,9 @@ class AdamW(torch.optim.Optimizer):
         self._update_ranges: list[list[UpdateRange]] = [[] for _ in self.param_groups]
         self._uneven: set[ParamGroup] = set()
         """Groups whose parameters have taken different numbers of steps: they are updated one by one."""
+        self._mixed: set[ParamGroup] = set()
+        """Groups with parameters that another rule updates: a step does not write all of their weights in
+        compute precision."""
         self._stream: StateStream | None = None
         """Through which moments in host memory are stepped; made by the first step."""
         self._guard = HostGuard()
@@ -232,17 +235,13 @@ class AdamW(torch.optim.Optimizer):
             group = moments.group
             if not group.has_grad:
                 continue
-            group.weights.mark_changed(cast=self._rounds_weights(moments))
+            group.weights.mark_changed(cast=rounds_weights(moments) and group not in self._mixed)
             steps, missing = moments.step, [not grad.is_present for grad in group.param_grads]
             counters.append(steps)
             if any(missing):
                 self._uneven.add(group)
                 absent.append((steps, torch.tensor(missing, dtype=steps.dtype, device=steps.device)))
         return counters, absent
-
-    def _rounds_weights(self, moments: GroupMoments) -> bool:
-        """Whether a step also writes the group's weights in compute precision."""
-        return rounds_weights(moments)
 
     def _present(self, piece: UpdateRange) -> list[UpdateRange]:
         """The range if its parameters step together; else those of them that have a gradient."""

@@ -43,7 +43,6 @@ from fsdmoe.optim.matrix_exchange import (
 )
 from fsdmoe.optim.moments import MomentPolicy
 from fsdmoe.optim.muon_config import MuonConfig, is_left_to_adamw
-from fsdmoe.optim.update_ranges import GroupMoments
 from fsdmoe.placement import Coordinates
 from fsdmoe.precision.config import torch_dtype
 
@@ -139,6 +138,7 @@ class Muon(AdamW):
                 matrices = FlatMatrices.of(group.plan, index, self._head_rows.get(param.sharded, 0))
                 found = MuonParam(group, index, settings[param.sharded], matrices, buffer)
                 self._matrices.append(found)
+                self._mixed.add(group)
                 self.state[param.sharded] = {
                     "step": moments.step[index], STATE: param.sharded.with_piece(buffer)  # type: ignore[attr-defined]
                 }  # fmt: skip
@@ -148,10 +148,6 @@ class Muon(AdamW):
         """What momentum and moments take on this rank."""
         momentum = sum(param.momentum.nbytes for param in self._matrices)
         return MomentBytes(super().moment_bytes.device + momentum)
-
-    def _rounds_weights(self, moments: GroupMoments) -> bool:
-        is_mixed = any(param.group is moments.group for param in self._matrices)
-        return not is_mixed and super()._rounds_weights(moments)
 
     def exchange(self) -> RankExchange:
         """What this rank computes and sends in a step in which all parameters have gradients."""

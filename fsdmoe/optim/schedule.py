@@ -37,10 +37,11 @@ def set_learning_rates(
 ) -> None:
     """Give every parameter group its rate of one optimizer step: those of ``config.groups`` may have a peak
     and a warm-up of their own."""
+    rate = learning_rate(config, step, total_steps)
     for group in optimizer.param_groups:
-        own = config_of(config.groups, group.get("name", ""))
-        settings = config
+        group["lr"] = rate
+        own = config_of(config.groups, group.get("name", "")) if config.groups else None
         if own is not None:
             warmup = config.warmup_steps if own.warmup_steps is None else own.warmup_steps
             settings = replace(config, lr=own.rate(config.lr), warmup_steps=warmup)
-        group["lr"] = learning_rate(settings, step, total_steps)
+            group["lr"] = learning_rate(settings, step, total_steps)
