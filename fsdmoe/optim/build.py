@@ -9,7 +9,7 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.memory_plan import MomentBytes, MomentCount
 from fsdmoe.optim.adamw import AdamW
 from fsdmoe.optim.config import MomentDtype, OptimConfig, check_rounding
-from fsdmoe.optim.groups import make_groups
+from fsdmoe.optim.groups import is_matrix, make_groups
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, moment_bytes
 from fsdmoe.optim.muon import Muon, muon_bytes
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
@@ -45,6 +45,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         eps=config.eps,
         weight_decay=config.weight_decay,
         groups=config.groups,
+        decays=is_matrix,  # as optim.weight_decay says: a run is told nothing new by AdamW
         moment_dtype=_moment_policy(config, precision).formats,
         state_offload=config.state_offload,
         state_prefetch=config.state_prefetch,
