@@ -39,6 +39,7 @@ NO_PAIRS = {
     "context_parallel/config.py: splits": "a size that does not divide another",
     "context_parallel/planner.py: does not fit": "a size that is too small",
     "data/config.py: expected a fraction above 0": "a key that is missing",
+    "data/pretokenised.py: or set data.vocab_size": "a size that is too small",
     "failures.py: ": "advice after a failure",
     "feed/feed.py: expected held-out rows": "files that hold nothing to evaluate on",
     "frozen_layers.py: expected frozen projections": "found out of the model: nothing is frozen",

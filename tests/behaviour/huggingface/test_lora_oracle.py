@@ -57,7 +57,7 @@ CASES = {
         active=("default", "second"),
     ),
 }
-SAMPLE = ("rank 128", "train one, keep one")
+SAMPLE = ("train one, keep one",)
 
 
 def built(name: str) -> Any:

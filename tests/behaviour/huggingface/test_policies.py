@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ pytestmark = requires_transformers
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 STEPS, RATE, LENGTH = 3, 0.1, 12
 BOUND = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process_group() -> Iterator[None]:
+    """Some cases need one rank and run in this process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def balanced(**terms: Any) -> ExpertsConfig:
@@ -178,7 +187,6 @@ def differences(family: str, ep: int, names: list[str], recompute: str | None = 
     [
         ("qwen3_moe", "bias_rate", 2, "layer"),
         ("mixtral", "capacity", 2, "router"),
-        ("deepseek_v3", "replayed weights", 4, None),
     ],
 )
 def test_a_policy_of_a_wrapped_model_equals_the_native_one(
