@@ -90,6 +90,12 @@ def peak_gib() -> tuple[float, float]:
     return found[0] / 2**30, found[1] / 2**30
 
 
+def shape_of(args: argparse.Namespace) -> tuple[int, int]:
+    """Rows of a step, and their length."""
+    length = 64 if args.tiny else args.length
+    return (1 if args.tiny else args.tokens // length), length
+
+
 def free_memory() -> None:
     gc.collect()
     if DEVICE.type == "cuda":
@@ -110,8 +116,7 @@ def measure(setting: Setting, args: argparse.Namespace, folder: str, meshes: Mes
     runner = build_micro_batches(model, decoder, LossScaler(enabled=False), train)
     feed = Feed(meshes, own_attention=True)
     random = torch.Generator().manual_seed(0)
-    length = 64 if args.tiny else args.length
-    rows = 1 if args.tiny else args.tokens // length
+    rows, length = shape_of(args)
     stream = torch.randint(0, config.vocab_size, (rows, length + 1), generator=random)
     positions = torch.arange(length).repeat(rows, 1)
     batch = Batch(
@@ -178,8 +183,7 @@ def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dic
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     wait(DEVICE)
     built, built_peak = time.perf_counter() - began, peak_gib()
-    length = 64 if args.tiny else args.length
-    rows = 1 if args.tiny else args.tokens // length
+    rows, length = shape_of(args)
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (rows, length), generator=random).to(DEVICE)
     losses = []
@@ -199,7 +203,7 @@ def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dic
         "on": f"{setting.on}, transformers and peft",
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": sum(p.numel() for p in trained),
-        "planned_gib": 0.0,
+        "planned_gib": None,
         "built_s": built,
         "built_peak_gib": built_peak,
         "peak_gib": peak_gib(),
@@ -212,10 +216,11 @@ def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dic
 def report(found: dict[str, Any]) -> None:
     """A line of the table, and what stands behind it."""
     times, (allocated, reserved) = found["step_ms"], found["peak_gib"]
+    planned = "" if found["planned_gib"] is None else f"{found['planned_gib']:.1f}"
     print(
         f"| {found['on']} | {found['recompute']} | {found['graphs']} | {statistics.median(times):.0f} "
         f"({min(times):.0f} to {max(times):.0f}) | {found['tokens_per_s']:,.0f} | {allocated:.1f} | "
-        f"{reserved:.1f} | {found['planned_gib']:.1f} | {found['trained'] / 1e6:.1f} M | "
+        f"{reserved:.1f} | {planned} | {found['trained'] / 1e6:.1f} M | "
         f"{found['losses'][0]:.4f} to {found['losses'][1]:.4f} |",
         flush=True,
     )

@@ -115,8 +115,9 @@ def check_against_one_process(
     expected = alone(family, kind, optimizer)
     (got, *_) = run_ranks(trained, world, family, kind, mesh, str(folder / "checkpoint"), optimizer)
     assert got[0] == pytest.approx(expected[0], rel=1e-5)
-    # Sums in float32 in another order; one weight rounded to another code changes gradients by 1e-2.
-    assert largest_difference(expected[1], got[1]) < 1e-4
+    # Sums in float32 have another order. One weight of another code changes gradients by 7e-3 or more in four
+    # bits; in fp8 its step is small, and so is the bound.
+    assert largest_difference(expected[1], got[1]) < (3e-5 if kind == "fp8" else 1e-4)
     assert largest_difference(expected[2], got[2]) < (1e-5 if optimizer == "sgd" else 5e-3)
 
 

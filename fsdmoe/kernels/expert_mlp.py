@@ -52,7 +52,7 @@ from fsdmoe.kernels.expert_operands import (
 )
 from fsdmoe.kernels.frozen_weights import DecodedProducts, frozen_values
 from fsdmoe.kernels.quantized_linear import refuse_other_codes
-from fsdmoe.precision.quantized_weight import WeightScales, scales_of
+from fsdmoe.precision.quantized_weight import scales_of
 
 
 class ExpertFunction(Protocol):
@@ -118,10 +118,8 @@ def _experts_mlp_fused(
             y_RD = fused.experts_mlp_low_rank(rows, weights, policy, max_rows, updates)
         else:
             y_RD = fused.experts_mlp_triton(
-                *rows, gate_up_E2ND, down_EDN, gate_up_bias=gate_up_bias,
-                activation=policy.activation, limit=policy.limit, max_rows=max_rows,
-                recompute=policy.recompute, spare_sms=policy.spare_sms, late=policy.late,
-            )  # fmt: skip
+                *rows, gate_up_E2ND, down_EDN, policy=policy, max_rows=max_rows, gate_up_bias=gate_up_bias
+            )
         return y_RD if down_bias is None else add_weighted_bias(y_RD, rows, down_bias)
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
 
@@ -130,51 +128,25 @@ def _experts_mlp_coded(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None, updates: LowRankUpdates
 ) -> Tensor:
     """``_experts_mlp_fused`` over weights that are kept as codes: the same products, of decoded values."""
-    scales = scales_of(weights.gate_up_E2ND), scales_of(weights.down_EDN)
-    products, adds_bias = _products_of_values(rows, weights, scales, policy, max_rows, updates)
-    down_bias = None if adds_bias else weights.down_bias
-    rows = Rows(*(each.contiguous() for each in rows))
-    y_RD = compute_experts(
-        DecodedProducts(products, *scales), rows, weights._replace(down_bias=down_bias), updates
-    )
-    if not adds_bias:
-        return y_RD
-    assert weights.down_bias is not None
-    return add_weighted_bias(y_RD, rows, weights.down_bias)
-
-
-def _products_of_values(
-    rows: Rows,
-    weights: ExpertWeights,
-    scales: tuple[WeightScales | None, WeightScales | None],
-    policy: ExpertPolicy,
-    max_rows: int | None,
-    updates: LowRankUpdates,
-) -> tuple[ExpertProducts, bool]:
-    """What computes with decoded weights, and whether the second bias is to be added to it."""
-    # One expert stands for all in the questions below: decoded weights are contiguous.
-    shapes = [
-        tuple(codes.shape) if own is None else own.shape_of(codes)
-        for codes, own in zip((weights.gate_up_E2ND, weights.down_EDN), scales, strict=True)
-    ]
-    values = [rows.x_RD.new_empty((1, *shape[1:])) for shape in shapes]
+    gate_up_scales = scales_of(weights.gate_up_E2ND)
+    down_scales = scales_of(weights.down_EDN)
     has_updates = updates.gate_up_a is not None or updates.down_a is not None
+    shape = weights.down_EDN.shape if down_scales is None else down_scales.shape_of(weights.down_EDN)
     fused = None if policy.weight_after else triton_for(rows.x_RD)
+    products: ExpertProducts = GroupedProducts(policy, max_rows)
+    added_bias = None
     if (
         fused is not None
-        and fused.supports(rows.x_RD, *values, policy.activation)
+        and fused.supports_shape(rows.x_RD, shape, policy.activation)
         and (not has_updates or fused.supports_updates(updates))
     ):
         kind = fused.LowRankProducts if has_updates else fused.FusedProducts
-        products = kind(
-            max_rows=max_rows, recompute=policy.recompute, activation=policy.activation,
-            limit=policy.limit, spare_sms=policy.spare_sms, wgrad_spare_sms=policy.spare_sms,
-        )  # fmt: skip
-        return products, weights.down_bias is not None
-    grouped = GroupedProducts(
-        policy.activation, policy.limit, policy.weight_after, policy.recompute, max_rows
-    )
-    return grouped, False
+        products = kind.of(policy, max_rows)
+        added_bias = weights.down_bias
+        weights = weights._replace(down_bias=None)
+    rows = Rows(*(each.contiguous() for each in rows))
+    y_RD = compute_experts(DecodedProducts(products, gate_up_scales, down_scales), rows, weights, updates)
+    return y_RD if added_bias is None else add_weighted_bias(y_RD, rows, added_bias)
 
 
 def add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:

@@ -45,9 +45,7 @@ def experts_mlp_grouped(
     updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """``experts_mlp`` in plain torch."""
-    products = GroupedProducts(
-        policy.activation, policy.limit, policy.weight_after, policy.recompute, max_rows
-    )
+    products = GroupedProducts(policy, max_rows)
     late = policy.late if updates.gate_up_a is None and updates.down_a is None else None
     return compute_experts(products, rows, weights, updates, late)
 
@@ -67,10 +65,7 @@ class SlotOperands(NamedTuple):
 class GroupedProducts(NamedTuple):
     """See :class:`~fsdmoe.kernels.expert_autograd.ExpertProducts`."""
 
-    activation: str
-    limit: float
-    weight_after: bool
-    recompute: bool
+    policy: ExpertPolicy
     max_rows: int | None
 
     def gate_up(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[list[Any], Kept]:
@@ -80,10 +75,10 @@ class GroupedProducts(NamedTuple):
         gate_up = _projection(given.gate_up_E2ND, given.gate_up_a, given.gate_up_b)
         z_M2N = _pre_activation(given, gate_up, permutation)
         weights_M1 = take_assignments(given.weights_RK, permutation).unsqueeze(-1)
-        h_MN = activate(_wide(z_M2N), self.activation, self.limit)
-        if not self.weight_after:
+        h_MN = activate(_wide(z_M2N), self.policy.activation, self.policy.limit)
+        if not self.policy.weight_after:
             h_MN *= weights_M1
-        kept = PreActivation(None if self.recompute else z_M2N), permutation
+        kept = PreActivation(None if self.policy.recompute else z_M2N), permutation
         return [h_MN.to(dtype), weights_M1, permutation], kept
 
     def down(self, given: Given, activated: list[Any]) -> Tensor:
@@ -94,8 +89,8 @@ class GroupedProducts(NamedTuple):
         del h_MN
         if given.down_bias is not None:
             bias_MD = given.down_bias.index_select(0, permutation.groups_M())
-            y_MD += bias_MD if self.weight_after else bias_MD * weights_M1
-        return sum_rows(y_MD, permutation, given.weights_RK if self.weight_after else None)
+            y_MD += bias_MD if self.policy.weight_after else bias_MD * weights_M1
+        return sum_rows(y_MD, permutation, given.weights_RK if self.policy.weight_after else None)
 
     def down_dgrad(
         self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads
@@ -113,7 +108,7 @@ class GroupedProducts(NamedTuple):
             z_M2N = _pre_activation(given, gate_up, permutation)
         z_wide = _wide(z_M2N)
         del z_M2N
-        h_MN = activate(z_wide, self.activation, self.limit)
+        h_MN = activate(z_wide, self.policy.activation, self.policy.limit)
         if grads.weights_RK is not None:
             dweights_M = (dh_MN * h_MN).sum(-1)
             if given.down_bias is not None:
@@ -122,12 +117,12 @@ class GroupedProducts(NamedTuple):
                 del bias_MD
             grads.weights_RK.put(put_assignments(dweights_M, permutation))
         dh_MN.mul_(weights_M1)
-        dz_M2N = activate_backward(z_wide, dh_MN, self.activation, self.limit).to(dtype)
+        dz_M2N = activate_backward(z_wide, dh_MN, self.policy.activation, self.policy.limit).to(dtype)
         del dh_MN, z_wide
         if grads.down_bias is not None:
             grads.down_bias.put(_expert_sums(dy_MD, weights_M1, ends_E))
         if any((grads.down_EDN, grads.down_a, grads.down_b)):
-            if self.weight_after:
+            if self.policy.weight_after:
                 dy_MD = (dy_MD * weights_M1).to(dy_MD.dtype)
             else:
                 h_MN *= weights_M1

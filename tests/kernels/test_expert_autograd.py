@@ -85,7 +85,12 @@ def test_kernels_in_bf16_keep_rows_pre_activations_and_a_map(launches: list[str]
 
     num_slots = ROWS * TOP_K // 64 * 64 + EXPERTS * 64
     expected = INPUT + (0 if recompute else 4 * num_slots * WIDTH) + map_bytes(num_slots, 64)
-    assert kept_bytes(lambda *given: experts_mlp_triton(*given, recompute=recompute), draw()) == expected
+    assert (
+        kept_bytes(
+            lambda *given: experts_mlp_triton(*given, policy=ExpertPolicy(recompute=recompute)), draw()
+        )
+        == expected
+    )
     assert "_gate_up_kernel" in launches
 
 

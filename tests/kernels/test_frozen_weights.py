@@ -87,10 +87,10 @@ def test_fused_products_get_the_values(has_updates: bool, monkeypatch: pytest.Mo
                 torch.testing.assert_close(given.gate_up_E2ND, wanted)
                 return super().gate_up(given, *args, **options)
 
-        return lambda max_rows, recompute, limit, **_: Watched("swiglu", limit, False, recompute, max_rows)
+        return SimpleNamespace(of=Watched)
 
     fused = SimpleNamespace(
-        supports=lambda x, gate_up, down, activation: (gate_up.shape, down.shape) == ((1, 16, 8), (1, 8, 8)),
+        supports_shape=lambda x, down, activation: tuple(down) == (3, 8, 8),
         supports_updates=lambda updates: True,
         FusedProducts=products("fused"),
         LowRankProducts=products("low rank"),

@@ -56,14 +56,7 @@ def experts_mlp_low_rank(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None, updates: LowRankUpdates
 ) -> torch.Tensor:
     """``experts_mlp_triton`` with updates; their gradients are not left for later (``policy.late``)."""
-    products = LowRankProducts(
-        max_rows=max_rows,
-        recompute=policy.recompute,
-        activation=policy.activation,
-        limit=policy.limit,
-        spare_sms=policy.spare_sms,
-        wgrad_spare_sms=policy.spare_sms,
-    )
+    products = LowRankProducts.of(policy._replace(late=None), max_rows)
     rows = Rows(*(each.contiguous() for each in rows))
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias.contiguous()
     weights = ExpertWeights(weights.gate_up_E2ND, weights.down_EDN, bias)

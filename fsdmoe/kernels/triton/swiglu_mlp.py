@@ -17,16 +17,16 @@ Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from fsdmoe.kernels.activations import ACTIVATIONS as EXPERT_ACTIVATIONS
 from fsdmoe.kernels.activations import GPT_OSS_LIMIT
 from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, PreActivation, compute_experts
-from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
-from fsdmoe.kernels.late_grads import LateGrads
+from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
@@ -47,16 +47,20 @@ def supports(
 ) -> bool:
     """Whether these tensors can take the Triton path: bf16 on Hopper or later, 16-byte rows, gated
     experts."""
-    tensors = (x_RD, gate_up_E2ND, down_EDN)
-    if activation not in ACTIVATIONS or not all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors):
-        return False
-    if not has_bulk_copies(x_RD.device):
-        return False
-    num_experts, d, n = down_EDN.shape
-    aligned = d % 8 == 0 and n % 8 == 0 and all(t.storage_offset() % 8 == 0 for t in tensors)
-    return (
-        aligned and num_experts <= _MAX_EXPERTS and gate_up_E2ND.is_contiguous() and down_EDN.is_contiguous()
+    weights = (gate_up_E2ND, down_EDN)
+    return supports_shape(x_RD, down_EDN.shape, activation) and all(
+        t.is_cuda and t.dtype == torch.bfloat16 and t.storage_offset() % 8 == 0 and t.is_contiguous()
+        for t in weights
     )
+
+
+def supports_shape(x_RD: torch.Tensor, down_EDN: Sequence[int], activation: str) -> bool:
+    """The same for weights that will be made for the call, of a second projection of this shape."""
+    if activation not in ACTIVATIONS or not (x_RD.is_cuda and x_RD.dtype == torch.bfloat16):
+        return False
+    num_experts, d, n = down_EDN
+    is_aligned = d % 8 == 0 and n % 8 == 0 and x_RD.storage_offset() % 8 == 0
+    return is_aligned and num_experts <= _MAX_EXPERTS and has_bulk_copies(x_RD.device)
 
 
 def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor, spare_sms: int = 0) -> LayerTiles:
@@ -85,6 +89,18 @@ class FusedProducts:
     limit: float = GPT_OSS_LIMIT
     spare_sms: int = 0
     wgrad_spare_sms: int = 0
+
+    @classmethod
+    def of(cls, policy: ExpertPolicy, max_rows: int | None) -> Self:
+        late = policy.late
+        return cls(
+            max_rows=max_rows,
+            recompute=policy.recompute,
+            activation=policy.activation,
+            limit=policy.limit,
+            spare_sms=policy.spare_sms,
+            wgrad_spare_sms=policy.spare_sms if late is None else late.spare_sms,
+        )
 
     def gate_up(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[list[Any], Kept]:
         down_EDN = given.down_EDN
@@ -179,26 +195,21 @@ def experts_mlp_triton(
     gate_up_E2ND: torch.Tensor,
     down_EDN: torch.Tensor,
     *,
-    activation: str = "swiglu",
-    limit: float = GPT_OSS_LIMIT,
+    policy: ExpertPolicy = DEFAULT_POLICY,
     max_rows: int | None = None,
-    recompute: bool = False,
     gate_up_bias: torch.Tensor | None = None,
-    spare_sms: int = 0,
-    late: LateGrads | None = None,
 ) -> torch.Tensor:
     """The experts' output for every row; differentiable in x, weights, gate_up, down and gate_up's bias
-    ``[E, 2N]``. With ``recompute`` backward computes the pre-activation again. ``spare_sms`` and ``late``:
-    see :class:`~fsdmoe.kernels.expert_operands.ExpertPolicy`.
+    ``[E, 2N]``.
 
     ``max_rows`` bounds how many ids are not -1, where the caller knows it without asking the device:
     buffers are then that large instead of R·K rows. A bound that proves too small gives NaN, not a partial
     sum.
     """
     num_experts, two_n, d = gate_up_E2ND.shape
-    if activation not in ACTIVATIONS:
+    if policy.activation not in ACTIVATIONS:
         raise ValueError(
-            f"expected activation {ACTIVATIONS}, got {activation!r}; use the plain torch experts"
+            f"expected activation {ACTIVATIONS}, got {policy.activation!r}; use the plain torch experts"
         )
     if (
         down_EDN.shape != (num_experts, d, two_n // 2)
@@ -211,13 +222,6 @@ def experts_mlp_triton(
         )
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-    products = FusedProducts(
-        max_rows=max_rows,
-        recompute=recompute,
-        activation=activation,
-        limit=limit,
-        spare_sms=spare_sms,
-        wgrad_spare_sms=spare_sms if late is None else late.spare_sms,
-    )
+    products = FusedProducts.of(policy, max_rows)
     weights = ExpertWeights(gate_up_E2ND, down_EDN, gate_up_bias)
-    return compute_experts(products, Rows(x_RD, weights_RK, ids_RK), weights, late=late)
+    return compute_experts(products, Rows(x_RD, weights_RK, ids_RK), weights, late=policy.late)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertWeights, LowRankUpdates, Rows
+from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
@@ -56,11 +56,10 @@ def run_layer(
     down = torch.nn.Parameter(torch.zeros(2, 128, n, dtype=torch.bfloat16))
     if sinks:
         gate_up.grad_sink, down.grad_sink = Sink(gate_up), Sink(down)  # type: ignore[assignment]
-    options: dict[str, Any] = {"activation": activation}
-    if biased:
-        bias = torch.zeros(2, 2 * n, dtype=torch.bfloat16, requires_grad=True)
-        options = {"gate_up_bias": bias, "activation": "gpt_oss"}
-    experts_mlp_triton(x, weights, ids, gate_up, down, **options).sum().backward()
+    bias = torch.zeros(2, 2 * n, dtype=torch.bfloat16, requires_grad=True) if biased else None
+    policy = ExpertPolicy("gpt_oss" if biased else activation)
+    y = experts_mlp_triton(x, weights, ids, gate_up, down, policy=policy, gate_up_bias=bias)
+    y.sum().backward()
 
 
 def run_adapted_layer(num_rows: int, rank: int) -> None:

@@ -105,7 +105,7 @@ def test_a_layer_with_any_gated_activation_equals_the_definition_in_fp64(activat
         policy = ExpertPolicy(activation, limit=0.7)
         return experts_mlp_reference(Rows(x, weights, ids), ExpertWeights(*both), policy)
 
-    found = run(experts_mlp_triton, inputs, activation=activation, limit=0.7)
+    found = run(experts_mlp_triton, inputs, policy=ExpertPolicy(activation, limit=0.7))
     assert_close(found, run(defined, inputs, torch.float64))
 
 
@@ -119,8 +119,8 @@ def test_clamped_experts_with_biases_equal_the_definition_in_fp64(recompute: boo
 
     def fused(leaves: list[torch.Tensor]) -> torch.Tensor:
         x, weights, gate_up, down, gate_up_bias, down_bias = leaves
-        options = {"gate_up_bias": gate_up_bias, "activation": "gpt_oss", "recompute": recompute}
-        y = experts_mlp_triton(x, weights, ids, gate_up, down, **options)  # type: ignore[arg-type]
+        policy = ExpertPolicy("gpt_oss", recompute=recompute)
+        y = experts_mlp_triton(x, weights, ids, gate_up, down, policy=policy, gate_up_bias=gate_up_bias)
         return add_weighted_bias(y, Rows(x, weights, ids), down_bias)
 
     def defined(leaves: list[torch.Tensor]) -> torch.Tensor:
