@@ -85,6 +85,8 @@ class Run:
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
             self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = kind.causal_lm(packed_rows=config.data.seq_len if config.data.pack else 0)
+        if config.data.pack:
+            self.feed.plan_packed_rows(self.decoder, config.data.seq_len)
         if config.data.has_pairs:
             self.decoder = PreferenceLM(self.decoder, config.preference)
         self.samples = Samples(train.sample_prompts, config.data, meshes.device)

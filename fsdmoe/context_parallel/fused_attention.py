@@ -1,12 +1,17 @@
 """Attention of a block through torch's fused GPU kernels that hand out their log-sum-exps.
 
-Two of them: *flash* takes segments of any lengths in one call, *cuDNN* takes a plain batch and is about
-twice as fast on Hopper, but builds a plan for every new shape. So cuDNN gets blocks whose segments are all
-alike and long (one document a row, the usual pre-training case, and the long documents that dynamic context
-parallelism gives a micro-batch of their own), flash gets the rest, windows included. Neither spends work
-across documents.
+Three of them, none of which spends work across documents:
 
-Both backwards are given the output and log-sum-exp over all keys, of which the block may hold only some, and
+    flash    segments of any lengths in one call, windows included
+    cudnn    a plain batch; about twice as fast on Hopper, but builds a plan for every new shape
+    ragged   cuDNN for documents of any lengths, where its extra is installed
+             (:mod:`fsdmoe.context_parallel.ragged_attention`)
+
+So cuDNN gets blocks whose segments are all alike and long (one document a row, the usual pre-training case,
+and the long documents that dynamic context parallelism gives a micro-batch of their own), ragged gets packed
+rows, and flash the rest.
+
+All backwards are given the output and log-sum-exp over all keys, of which the block may hold only some, and
 return the block's exact share. Gradients come in the input's dtype.
 
 Shape suffixes as in :mod:`fsdmoe.context_parallel.math_attention`; W the width of a head that flash sees.
@@ -21,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.context_parallel.blocks import Block
+from fsdmoe.context_parallel.ragged_attention import has_frontend, ragged_backward, ragged_forward, takes
 
-Kernel = Literal["flash", "cudnn"]
+Kernel = Literal["flash", "cudnn", "ragged"]
 
 _LONG_SEGMENT = 1 << 22
 """Pairs in a segment from which building a cuDNN plan pays, even if all layers of only one step use it."""
@@ -36,9 +42,13 @@ def choose_kernel(q_NHD: Tensor, v_MGE: Tensor, block: Block) -> Kernel | None:
     if widest > 256 or torch.cuda.get_device_capability(q_NHD.device) < (8, 0):
         return None
     is_long = block.window is None and block.max_queries * block.max_keys >= _LONG_SEGMENT
-    if is_long and block.is_uniform and _cudnn_takes(q_NHD.shape[2], v_MGE.shape[2], q_NHD.device):
+    if not _cudnn_takes(q_NHD.shape[2], v_MGE.shape[2], q_NHD.device):
+        return "flash"
+    if is_long and block.is_uniform:
         return "cudnn"
-    return "flash"
+    # Measured on Hopper alone.
+    is_hopper = torch.cuda.get_device_capability(q_NHD.device)[0] == 9
+    return "ragged" if is_hopper and has_frontend() and takes(q_NHD, v_MGE, block) else "flash"
 
 
 def _cudnn_takes(width: int, value_width: int, device: torch.device) -> bool:
@@ -54,6 +64,8 @@ def fused_forward(
     q_NHD: Tensor, k_MGD: Tensor, v_MGE: Tensor, block: Block, scale: float, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     """Output ``[N, H, E]`` and fp32 log-sum-exps ``[N, H]``, rows as selected by the block."""
+    if kernel == "ragged":
+        return ragged_forward(q_NHD, k_MGD, v_MGE, block, scale)
     if kernel == "cudnn":
         q, k, v = _batched(q_NHD, k_MGD, v_MGE, block)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -77,6 +89,8 @@ def fused_backward(
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
+    if kernel == "ragged":
+        return ragged_backward(grad_NHE, qkv, out_NHE, lse_NH, block, scale)
     if kernel == "cudnn":
         q, k, v = _batched(*qkv, block)
         num_segments = len(block.query_lengths)

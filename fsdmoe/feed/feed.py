@@ -73,6 +73,13 @@ class Feed:
         )
         has_kernel = self._device.type == "cuda" and dtype.itemsize == 2
         self._plans_packed_rows = self._config.varlen == "auto" and has_kernel and not own_attention
+        self._plans_if_followed = self._config.varlen == "auto" and has_kernel and own_attention
+
+    def plan_packed_rows(self, model: CausalLM, seq_len: int) -> None:
+        """Plan all rows of a wrapped model that follows plans: its masks cost work across documents.
+        Before the first batch; collective."""
+        if self._plans_if_followed and model.follow_plans(seq_len):
+            self._plans_whole_rows = True
 
     @property
     def data_axis(self) -> Axis:

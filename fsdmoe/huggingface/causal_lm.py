@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdmoe.capturing import is_capturing
 from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.errors import ConfigError, refuse
@@ -47,6 +49,8 @@ from fsdmoe.models.pieces import Pieces
 from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy
 
 _IGNORED = -100
+
+logger = logging.getLogger(__name__)
 
 
 class WrappedCausalLM:
@@ -100,7 +104,7 @@ class WrappedCausalLM:
         if positions_BS is None and split is not None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         if split is not None:
-            self._prepare(split)
+            self._plan_attention(split.plan.split.seq_len, split.attention.mode)
         pieces = Pieces(tokens_BS, split, self._tensor)
         lengths_BL = self._document_lengths(tokens_BS, positions_BS, document_ids_BS, pieces)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
@@ -170,12 +174,25 @@ class WrappedCausalLM:
             **given,
         )
 
-    def _prepare(self, split: SplitRows) -> None:
+    def follow_plans(self, seq_len: int) -> bool:
+        """From now on attend by plans, and only by them, if that computes the same for rows of this length.
+        Collective."""
+        from fsdmoe.huggingface.transformers_api import use_own_attention
+
+        try:
+            self._plan_attention(seq_len, "ring")
+        except ConfigError as error:
+            logger.info("attention of the model's own, with masks: %s", error)
+            use_own_attention(self.module)
+            return False
+        return True
+
+    def _plan_attention(self, seq_len: int, mode: Mode) -> None:
         """Before any routing is followed: trials have tokens of their own."""
         from fsdmoe.huggingface.transformers_api import use_planned_attention  # optional: only when chosen
 
-        self._check_rows(split.plan.split.seq_len)
-        use_planned_attention(self.module, split.attention.mode)
+        self._check_rows(seq_len)
+        use_planned_attention(self.module, mode)
         if not self._split_is_checked and not is_capturing():
             self._check_split()
 

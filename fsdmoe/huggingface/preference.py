@@ -132,6 +132,10 @@ class PreferenceLM:
     def routers(self) -> list[Any]:
         return self._inner.routers()
 
+    def follow_plans(self, seq_len: int) -> bool:
+        """Rows of pairs are summed up without a plan."""
+        return False
+
     def moe_layers(self) -> list[int]:
         return self._inner.moe_layers()
 

@@ -80,6 +80,12 @@ def use_planned_attention(model: nn.Module, mode: Mode) -> None:
         )
 
 
+def use_own_attention(model: nn.Module) -> None:
+    """Undo :func:`use_planned_attention`."""
+    if _is_planned(model):
+        model.set_attn_implementation(model.unplanned_attention)  # type: ignore[operator]
+
+
 def unplanned_attention(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let the model attend as it did before any plan, to whole rows and through its cache, for a while."""
     return _attending_by(model, model.unplanned_attention) if _is_planned(model) else contextlib.nullcontext()

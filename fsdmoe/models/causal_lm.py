@@ -86,6 +86,10 @@ class CausalLM(Protocol):
         step."""
         ...
 
+    def follow_plans(self, seq_len: int) -> bool:
+        """Whether rows of this length, whole or packed, may come with a plan of what attends to what."""
+        ...
+
     def routers(self) -> Sequence[BiasedRouter]:
         """The routers that policies can balance, in the order of the rows of ``loads_LE``; none in a wrapped
         model that routes by itself."""

@@ -304,6 +304,10 @@ class Decoder(nn.Module):
             if isinstance(layer.mlp, MoE)
         ]
 
+    def follow_plans(self, seq_len: int) -> bool:
+        """Its attention takes plans of any rows."""
+        return True
+
     def moe_layers(self) -> list[int]:
         """The model's layer numbers of the rows of ``loads_LE``; prediction depths count on behind the last
         layer."""

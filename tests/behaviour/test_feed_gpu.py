@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig, Varlen
 from fsdmoe.feed import Feed
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.attention import AttentionContext
-from fsdmoe.testing import requires_gpu
+from fsdmoe.testing import requires_gpu, requires_transformers
 from tests.feed.test_feed import planned
+from tests.support.hf_tiny import tiny_hf
 from tests.support.parallel_case import MODELS, rows_of
 
 
@@ -56,3 +58,18 @@ def test_planned_rows_attend_as_masked_ones_on_a_gpu(
     planned_rows, masked = (attend(varlen, widths, num_kv_heads) for varlen in ("auto", "never"))
     for found, wanted in zip(planned_rows, masked, strict=True):
         assert (found - wanted).float().norm() / wanted.float().norm() <= 1e-2
+
+
+@requires_gpu
+@requires_transformers
+def test_a_wrapped_model_attends_by_plans_where_it_can(gpu_rank: None) -> None:
+    feed = Feed(build_meshes(), own_attention=True, dtype=torch.bfloat16)
+    batch = rows_of(0)
+    model = as_causal_lm(tiny_hf("qwen3_moe", vocab_size=256).to("cuda", torch.bfloat16))
+    losses = []
+    for _ in range(2):
+        (inputs,) = feed.inputs(feed.prepare([batch]))
+        losses.append(model(**inputs).loss.item())
+        feed.plan_packed_rows(model, batch.tokens_BS.shape[1])
+    assert "split" in inputs
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)

@@ -12,12 +12,16 @@ import torch.nn.functional as F
 
 from fsdmoe import checkpoint
 from fsdmoe.auto_model import as_causal_lm
+from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.folder import hf_fields
 from fsdmoe.huggingface.transformers_api import build_hf_model
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import ModelConfig, StepCounts
+from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.flops import forward_flops_per_token
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
@@ -41,6 +45,23 @@ def packed() -> dict[str, Any]:
         "labels_BS": tokens_BS.roll(-1, 1),
         "loss_mask_BS": torch.cat(mask)[None],
     }
+
+
+def test_packed_rows_by_a_plan_have_the_loss_of_the_models_masks() -> None:
+    model = WrappedCausalLM(tiny_hf("qwen3_moe"))
+    inputs = packed()
+    by_masks = model(**inputs).loss
+    assert model.follow_plans(sum(LENGTHS))
+    plan = AttentionPlan(split_rows(inputs["document_ids_BS"], 1))
+    by_plan = model(**inputs, split=SplitRows(plan, ContextAttention())).loss
+    assert by_plan.item() == pytest.approx(by_masks.item(), rel=1e-6)
+
+
+def test_a_model_that_cannot_follow_plans_keeps_its_own_attention() -> None:
+    model = WrappedCausalLM(tiny_hf("gpt_oss"))
+    before = model(**packed()).loss
+    assert not model.follow_plans(sum(LENGTHS))
+    assert torch.equal(model(**packed()).loss, before)
 
 
 @pytest.mark.parametrize(
