@@ -2,9 +2,10 @@
 
 8 layers of Qwen3-30B-A3B's shapes, sharded over 8 ranks. Also: how fast Newton–Schulz of the experts runs, by
 the FLOPs that it executes, against an 8192 x 8192 x 8192 product in the same process; and what the states
-take. On a single rank (``--world 1``) all matrices fall due, eight times as many.
+take. On a single rank (``--world 1``) all matrices fall due, eight times as many. Lines are printed as
+they are known.
 
-    python benchmarks/muon.py                         about 60 s on one H200
+    python benchmarks/muon.py                         about 90 s on one H200
     python benchmarks/muon.py --world 1 --layers 4
     python benchmarks/muon.py --tiny                  on a CPU, to see that it works
 """
@@ -12,12 +13,13 @@ take. On a single rank (``--world 1``) all matrices fall due, eight times as man
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
+import time
+from typing import NamedTuple
 
 import torch
 from fsdp_world import emulated_meshes, emulated_world
-from timing import milliseconds, wait
+from timing import changing_orders, milliseconds, wait
 
 from fsdmoe.fsdp import engine_of
 from fsdmoe.kernels.newton_schulz import newton_schulz
@@ -28,45 +30,79 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 MICRO_BATCHES = (1, 4)
-SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+STEPS_IN_A_ROW = 2
+"""Of one optimizer, behind one that is not timed: what an update leaves to the next forward is its own."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+class Times(NamedTuple):
+    """Milliseconds of a step, and of the update in it."""
+
+    step: float
+    update: float
+
+
+def show(line: str = "") -> None:
+    print(line, flush=True)
+
+
+def now() -> float | torch.cuda.Event:
+    """A moment on the device's clock, without waiting for it."""
+    if DEVICE.type == "cpu":
+        return time.perf_counter() * 1e3
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, torch.cuda.Event):
+        return start.elapsed_time(end)  # type: ignore[arg-type]
+    return end - start  # type: ignore[operator]
+
+
 def train(
-    model: Decoder, optimizer: AdamW, tokens_BS: torch.Tensor, micro_batches: int, *, steps: bool = True
-) -> None:
-    """One step; without ``steps`` forward and backward alone."""
+    model: Decoder, optimizer: AdamW, tokens_BS: torch.Tensor, micro_batches: int
+) -> list[float | torch.cuda.Event]:
+    """One step; when it began, when its gradients were there, when it ended."""
+    moments = [now()]
     for number in range(micro_batches):
         with engine_of(model).micro_batch(last=number == micro_batches - 1):
             model(tokens_BS, labels_BS=tokens_BS).loss.backward()
-    if steps:
-        optimizer.step()
+    moments.append(now())
+    optimizer.step()
     optimizer.zero_grad()
+    return [*moments, now()]
 
 
-def measure(model: Decoder, kind: str, tokens_BS: torch.Tensor, args: argparse.Namespace) -> dict[str, float]:
-    optimizer = AdamW(model, **SETTINGS) if kind == "adamw" else Muon(model, **SETTINGS)  # type: ignore[arg-type]
-    found = {"state": float(optimizer.moment_bytes.device)}
-    for count in MICRO_BATCHES:
-        for with_step in (True, False):
-            run = lambda: train(model, optimizer, tokens_BS, count, steps=with_step)  # noqa: E731, B023
-            run()
-            times = [milliseconds(run, args.repeats, DEVICE) for _ in range(args.rounds)]
-            found[f"{count} {'whole' if with_step else 'without'}"] = statistics.median(times)
-    if isinstance(optimizer, Muon):
-        plan = optimizer.exchange()
-        found["sent"] = float(2 * (sum(plan.parts_to) + sum(plan.results_to)))
-    return found
+def measure(
+    model: Decoder, optimizers: dict[str, AdamW], tokens_BS: torch.Tensor, count: int, rounds: int
+) -> dict[str, Times]:
+    """Medians; the optimizers take turns, so that the card's clock is the same for both."""
+    found: dict[str, list[list[float | torch.cuda.Event]]] = {name: [] for name in optimizers}
+    for order in changing_orders(list(optimizers), rounds):
+        for name in order:
+            train(model, optimizers[name], tokens_BS, count)
+            for _ in range(STEPS_IN_A_ROW):
+                found[name].append(train(model, optimizers[name], tokens_BS, count))
+    wait(DEVICE)
+    return {
+        name: Times(
+            statistics.median(between(began, ended) for began, _, ended in steps),
+            statistics.median(between(ready, ended) for _, ready, ended in steps),
+        )
+        for name, steps in found.items()
+    }
 
 
-def product_rate(size: int, args: argparse.Namespace) -> float:
+def product_rate(size: int, repeats: int) -> float:
     """TFLOP/s of a square product in bfloat16."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     torch.mm(a, b)
-    return 2 * size**3 / milliseconds(lambda: torch.mm(a, b), 5 * args.repeats, DEVICE) / 1e9
+    return 2 * size**3 / milliseconds(lambda: torch.mm(a, b), repeats, DEVICE) / 1e9
 
 
-def newton_schulz_rate(config: ModelConfig, count: int, args: argparse.Namespace) -> tuple[float, float]:
+def newton_schulz_rate(config: ModelConfig, count: int, repeats: int) -> tuple[float, float]:
     """TFLOP/s of the experts' matrices, by the products that are executed; and TFLOP of one call."""
     short, long = sorted((config.moe_intermediate_size, config.hidden_size))
     muon = MuonConfig()
@@ -74,54 +110,71 @@ def newton_schulz_rate(config: ModelConfig, count: int, args: argparse.Namespace
     run = lambda: newton_schulz(x_NRC, muon.ns_coefficients, muon.ns_steps)  # noqa: E731
     run()
     work = muon.ns_steps * count * (4 * short * short * long + 2 * short**3)
-    return work / milliseconds(run, args.repeats, DEVICE) / 1e9, work / 1e12
+    return work / milliseconds(run, repeats, DEVICE) / 1e9, work / 1e12
+
+
+def show_rates(config: ModelConfig, args: argparse.Namespace) -> None:
+    size, count, repeats = (64, 2, 1) if args.tiny else (8192, 42, 20)
+    product = product_rate(size, repeats)
+    show(f"a {size}³ product in bfloat16: {product:.0f} TFLOP/s")
+    rate, work = newton_schulz_rate(config, count, repeats)
+    show(
+        f"Newton–Schulz of {count} experts' matrices: {rate:.0f} TFLOP/s ({work:.2f} TFLOP a call), "
+        f"{rate / product:.0%} of it\n"
+    )
+
+
+def show_steps(config: ModelConfig, args: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    meshes = emulated_meshes(args.world, 1, DEVICE.type)
+    policy = ParallelPolicy(precision=PrecisionConfig(param_dtype="bfloat16"), grad_divisor=1.0)
+    model = parallelize(build_model(config), meshes, policy)
+    tokens_BS = torch.randint(config.vocab_size, (args.batch, args.length), device=DEVICE)
+    settings = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    adamw, muon = AdamW(model, **settings), Muon(model, **settings)  # type: ignore[arg-type]
+    wait(DEVICE)
+    show(f"built in {time.perf_counter() - began:.0f} s")
+    state, other = muon.moment_bytes.device, adamw.moment_bytes.device
+    plan = muon.exchange()
+    sent = 2 * (sum(plan.parts_to) + sum(plan.results_to))
+    show(f"state: {state / 2**20:,.1f} MiB, {state / other:.3f} of AdamW's")
+    show(f"this rank sends {sent / 2**20:,.1f} MiB a step")
+    began = time.perf_counter()
+    optimizers: dict[str, AdamW] = {"adamw": adamw, "muon": muon}
+    for optimizer in optimizers.values():
+        train(model, optimizer, tokens_BS, 1)
+    wait(DEVICE)
+    show(f"first steps, kernels compiled: {time.perf_counter() - began:.0f} s\n")
+    show("| micro-batches | step with AdamW, ms | with Muon, ms | ratio | AdamW's update, ms | Muon's, ms |")
+    show("| --- | --- | --- | --- | --- | --- |")
+    for count in MICRO_BATCHES:
+        times = measure(model, optimizers, tokens_BS, count, args.rounds)
+        steps = times["adamw"].step, times["muon"].step
+        updates = f"{times['adamw'].update:.1f} | {times['muon'].update:.1f}"
+        show(f"| {count} | {steps[0]:.1f} | {steps[1]:.1f} | {steps[1] / steps[0]:.3f} | {updates} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--world", type=int, default=8, help="ranks that the model is sharded over")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it works")
     args = parser.parse_args()
     config = preset_config("qwen3-30b-a3b", num_hidden_layers=args.layers)
-    size, count = 8192, 32
     if args.tiny:
         config = preset_config("tiny-qwen3")
-        args.batch, args.length, args.repeats, args.rounds, size, count = 1, 16, 1, 1, 64, 2
+        args.batch, args.length, args.rounds = 1, 16, 1
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}: rank 0 of {args.world}, {config.num_hidden_layers} layers, ")
-    print(f"{args.batch} x {args.length} tokens a micro-batch\n")
+    show(
+        f"{where}, torch {torch.__version__}: rank 0 of {args.world}, {config.num_hidden_layers} layers, "
+        f"{args.batch} x {args.length} tokens a micro-batch\n"
+    )
+    show_rates(config, args)
     with emulated_world(args.world):
-        meshes = emulated_meshes(args.world, 1, DEVICE.type)
-        policy = ParallelPolicy(precision=PrecisionConfig(param_dtype="bfloat16"), grad_divisor=1.0)
-        model = parallelize(build_model(config), meshes, policy)
-        tokens_BS = torch.randint(config.vocab_size, (args.batch, args.length), device=DEVICE)
-        rows = {}
-        for kind in ("adamw", "muon"):
-            rows[kind] = measure(model, kind, tokens_BS, args)
-            gc.collect()
-            wait(DEVICE)
-    report(rows["adamw"], rows["muon"])
-    product, (rate, work) = product_rate(size, args), newton_schulz_rate(config, count, args)
-    print(f"\nNewton–Schulz of {count} experts' matrices: {rate:.0f} TFLOP/s ({work:.2f} TFLOP a call), ")
-    print(f"{rate / product:.0%} of a {size}³ product's {product:.0f} TFLOP/s")
-
-
-def report(adamw: dict[str, float], muon: dict[str, float]) -> None:
-    print("| micro-batches | step with AdamW, ms | with Muon, ms | ratio | AdamW's update, ms | Muon's, ms |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for count in MICRO_BATCHES:
-        whole = adamw[f"{count} whole"], muon[f"{count} whole"]
-        updates = (each[f"{count} whole"] - each[f"{count} without"] for each in (adamw, muon))
-        shown = " | ".join(f"{each:.1f}" for each in updates)
-        print(f"| {count} | {whole[0]:.1f} | {whole[1]:.1f} | {whole[1] / whole[0]:.3f} | {shown} |")
-    state, other = muon["state"], adamw["state"]
-    print(f"\nstate: {state / 2**20:,.1f} MiB, {state / other:.3f} of AdamW's")
-    print(f"this rank sends {muon['sent'] / 2**20:,.1f} MiB a step")
+        show_steps(config, args)
 
 
 if __name__ == "__main__":
