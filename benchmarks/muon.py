@@ -15,14 +15,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from fsdp_world import emulated_meshes, emulated_world
 from timing import changing_orders, milliseconds, wait
 
 from fsdmoe.fsdp import engine_of
-from fsdmoe.kernels.newton_schulz import newton_schulz
+from fsdmoe.kernels.backend import kernels
+from fsdmoe.kernels.newton_schulz import newton_schulz, symmetric_product, symmetric_product_of
 from fsdmoe.models.config import ModelConfig, preset_config
 from fsdmoe.models.decoder import Decoder, build_model
 from fsdmoe.optim import AdamW, Muon, MuonConfig
@@ -32,6 +34,8 @@ from fsdmoe.precision.config import PrecisionConfig
 MICRO_BATCHES = (1, 4)
 STEPS_IN_A_ROW = 2
 """Of one optimizer, behind one that is not timed: what an update leaves to the next forward is its own."""
+TILE = 128
+"""Of symmetric products (``fsdmoe/kernels/triton/symmetric_product.py``)."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -102,26 +106,50 @@ def product_rate(size: int, repeats: int) -> float:
     return 2 * size**3 / milliseconds(lambda: torch.mm(a, b), repeats, DEVICE) / 1e9
 
 
-def newton_schulz_rate(config: ModelConfig, count: int, repeats: int) -> tuple[float, float]:
-    """TFLOP/s of the experts' matrices, by the products that are executed; and TFLOP of one call."""
-    short, long = sorted((config.moe_intermediate_size, config.hidden_size))
-    muon = MuonConfig()
-    x_NRC = torch.randn(count, short, long, dtype=torch.bfloat16, device=DEVICE)
-    run = lambda: newton_schulz(x_NRC, muon.ns_coefficients, muon.ns_steps)  # noqa: E731
-    run()
-    work = muon.ns_steps * count * (4 * short * short * long + 2 * short**3)
-    return work / milliseconds(run, repeats, DEVICE) / 1e9, work / 1e12
-
-
 def show_rates(config: ModelConfig, args: argparse.Namespace) -> None:
+    """Newton–Schulz of a batch of experts' matrices by the FLOPs it executes, with the kernel and without."""
     size, count, repeats = (64, 2, 1) if args.tiny else (8192, 42, 20)
     product = product_rate(size, repeats)
-    show(f"a {size}³ product in bfloat16: {product:.0f} TFLOP/s")
-    rate, work = newton_schulz_rate(config, count, repeats)
-    show(
-        f"Newton–Schulz of {count} experts' matrices: {rate:.0f} TFLOP/s ({work:.2f} TFLOP a call), "
-        f"{rate / product:.0%} of it\n"
-    )
+    show(f"a {size}³ product in bfloat16: {product:.0f} TFLOP/s\n")
+    short, long = sorted((config.moe_intermediate_size, config.hidden_size))
+    wide_NRC = torch.randn(count, short, long, dtype=torch.bfloat16, device=DEVICE)
+    muon = MuonConfig()
+    has_kernel = DEVICE.type == "cuda"
+    show(f"| of {count} matrices {short} x {long} | by | ms | TFLOP executed | TFLOP/s | of that product |")
+    show("| --- | --- | --- | --- | --- | --- |")
+    for is_tall in (False, True):
+        x = wide_NRC.mT.contiguous() if is_tall else wide_NRC
+        gram = symmetric_product(x, is_tall=is_tall) / short
+        shape = "tall" if is_tall else "wide"
+        for name in ("torch", "auto") if has_kernel else ("torch",):
+            share = 1.0 if name == "torch" else triangle_share(short)
+            rows = {
+                f"{shape}, x xᵀ": (2 * share * short * short * long, partial(_product, x, is_tall=is_tall)),
+                f"{shape}, its square": (2 * share * short**3, partial(_product, gram, added=gram, beta=0.5)),
+                f"{shape}, Newton–Schulz": (
+                    muon.ns_steps * (2 * (1 + share) * short * short * long + 2 * share * short**3),
+                    partial(newton_schulz, x, muon.ns_coefficients, muon.ns_steps),
+                ),
+            }
+            for title, (work, run) in rows.items():
+                with kernels(name):  # type: ignore[arg-type]
+                    run()
+                    took = milliseconds(run, repeats, DEVICE)
+                rate = count * work / took / 1e9
+                by = "torch" if name == "torch" else "kernel"
+                numbers = f"{took:.2f} | {count * work / 1e12:.2f} | {rate:.0f} | {rate / product:.0%}"
+                show(f"| {title} | {by} | {numbers} |")
+    show()
+
+
+def _product(x_NRC: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return symmetric_product_of(x_NRC)(x_NRC, **settings)
+
+
+def triangle_share(size: int) -> float:
+    """Of a square product, what is computed where it is symmetric."""
+    tiles = -(-size // TILE)
+    return tiles * (tiles + 1) / 2 * TILE**2 / size**2
 
 
 def show_steps(config: ModelConfig, args: argparse.Namespace) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+from fsdmoe.kernels.backend import triton_for
 
 _EPS = 1e-7
 
@@ -12,18 +15,42 @@ _EPS = 1e-7
 def newton_schulz(x_NRC: torch.Tensor, coefficients: Sequence[float], steps: int) -> torch.Tensor:
     """Iterate ``X = a X + (b X Xᵀ + c (X Xᵀ)²) X`` from ``X / ‖X‖``, in the dtype of ``x_NRC``.
 
+    Of the two products that are symmetric a kernel, where there is one, computes one triangle.
+
     Args:
-        x_NRC: Matrices of one shape; it may be overwritten.
+        x_NRC: Matrices of one shape.
         coefficients: ``a``, ``b`` and ``c`` of each iteration.
         steps: How many of them.
     """
     a, b, c = coefficients
-    is_tall = x_NRC.shape[1] > x_NRC.shape[2]
-    x = x_NRC.mT if is_tall else x_NRC  # the short side squared is the smaller product
-    norm_N = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x = x / norm_N.clamp_min(_EPS).to(x.dtype)
+    is_tall = x_NRC.shape[1] > x_NRC.shape[2]  # the short side squared is the smaller product
+    norm_N = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = x_NRC / norm_N.clamp_min(_EPS).to(x_NRC.dtype)
+    product = symmetric_product_of(x)
     for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x.mT if is_tall else x
+        gram = product(x, is_tall=is_tall)
+        gram = product(gram, alpha=c, added=gram, beta=b)
+        x = torch.baddbmm(x, x, gram, beta=a) if is_tall else torch.baddbmm(x, gram, x, beta=a)
+    return x
+
+
+def symmetric_product(
+    x_NRC: torch.Tensor,
+    *,
+    is_tall: bool = False,
+    alpha: float = 1.0,
+    added: torch.Tensor | None = None,
+    beta: float = 0.0,
+) -> torch.Tensor:
+    """``alpha x xᵀ + beta added``, or with ``is_tall`` of ``xᵀ x``; ``added`` is symmetric."""
+    left, right = (x_NRC.mT, x_NRC) if is_tall else (x_NRC, x_NRC.mT)
+    if added is None:
+        return torch.bmm(left, right) * alpha if alpha != 1 else torch.bmm(left, right)
+    return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
+
+
+def symmetric_product_of(x_NRC: torch.Tensor) -> Any:
+    """The kernel, where one takes these matrices; else :func:`symmetric_product`."""
+    fused = triton_for(x_NRC)
+    takes = fused is not None and fused.supports_symmetric(x_NRC)
+    return fused.symmetric_product_triton if takes else symmetric_product

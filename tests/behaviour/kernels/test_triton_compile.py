@@ -27,6 +27,7 @@ from fsdmoe.kernels.triton import (
     router_topk_triton,
     scale_,
     sum_rows_triton,
+    symmetric_product_triton,
     take_rows_triton,
 )
 from fsdmoe.kernels.triton.swiglu_mlp import ACTIVATIONS
@@ -227,3 +228,16 @@ def test_the_permutation_of_a_dispatcher_builds(architecture: int) -> None:
         order_rows_triton(torch.zeros(64, 2), ids, index, torch.zeros(10, dtype=torch.int32), 4)
     check(compiled, "_count_kernel", "_place_kernel", "_permute_kernel", "_combine_kernel")
     check(compiled, "_order_rows_kernel")
+
+
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+def test_symmetric_products_build_and_two_programs_fit_a_multiprocessor(architecture: int) -> None:
+    wide = torch.zeros(2, 256, 512, dtype=torch.bfloat16)
+    with compiling(architecture) as compiled:
+        symmetric_product_triton(wide)
+        symmetric_product_triton(wide.mT.contiguous(), is_tall=True)
+        square = wide[:, :, :256].contiguous()
+        symmetric_product_triton(square, alpha=0.5, added=square, beta=2.0)
+    check(compiled, "_symmetric_kernel")
+    assert len(compiled) == 3
+    assert all(2 * kernel.metadata.shared <= SHARED_LIMIT for kernel in compiled.values())
