@@ -15,7 +15,8 @@ _EPS = 1e-7
 def newton_schulz(x_NRC: torch.Tensor, coefficients: Sequence[float], steps: int) -> torch.Tensor:
     """Iterate ``X = a X + (b X Xᵀ + c (X Xᵀ)²) X`` from ``X / ‖X‖``, in the dtype of ``x_NRC``.
 
-    Of the two products that are symmetric a kernel, where there is one, computes one triangle.
+    Of the two products that are symmetric a kernel, where there is one, computes one triangle. ``a`` is added
+    to the diagonal of the second: adding ``a X`` to the third product would copy X first.
 
     Args:
         x_NRC: Matrices of one shape.
@@ -29,8 +30,8 @@ def newton_schulz(x_NRC: torch.Tensor, coefficients: Sequence[float], steps: int
     product = symmetric_product_of(x)
     for _ in range(steps):
         gram = product(x, is_tall=is_tall)
-        gram = product(gram, alpha=c, added=gram, beta=b)
-        x = torch.baddbmm(x, x, gram, beta=a) if is_tall else torch.baddbmm(x, gram, x, beta=a)
+        factor = product(gram, alpha=c, added=gram, beta=b, diagonal=a)
+        x = torch.bmm(x, factor) if is_tall else torch.bmm(factor, x)
     return x
 
 
@@ -41,12 +42,16 @@ def symmetric_product(
     alpha: float = 1.0,
     added: torch.Tensor | None = None,
     beta: float = 0.0,
+    diagonal: float = 0.0,
 ) -> torch.Tensor:
-    """``alpha x xᵀ + beta added``, or with ``is_tall`` of ``xᵀ x``; ``added`` is symmetric."""
+    """``alpha x xᵀ + beta added``, or with ``is_tall`` of ``xᵀ x``; ``added`` is symmetric. ``diagonal`` is
+    added to the diagonal, where something is added."""
     left, right = (x_NRC.mT, x_NRC) if is_tall else (x_NRC, x_NRC.mT)
     if added is None:
         return torch.bmm(left, right) * alpha if alpha != 1 else torch.bmm(left, right)
-    return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
+    out = torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
+    out.diagonal(dim1=1, dim2=2).add_(diagonal)
+    return out
 
 
 def symmetric_product_of(x_NRC: torch.Tensor) -> Any:

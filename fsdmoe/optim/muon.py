@@ -195,7 +195,7 @@ class _Step:
         self._follow_gradients()
         outgoing = self._like.new_empty(sum(plan.parts_to))
         for copy in plan.parts:
-            outgoing[copy.place : copy.place + copy.numel].copy_(self._ahead(copy))
+            self._look_ahead(copy, outgoing)
         incoming, work = self._start(outgoing, plan.parts_from, plan.parts_to)
         self._decay()
         results = self._like.new_empty(sum(plan.results_to))
@@ -226,13 +226,21 @@ class _Step:
             else:
                 momentum.copy_(momentum.float().lerp_(grad.float(), weight))
 
-    def _ahead(self, copy: RangeCopy) -> torch.Tensor:
-        """What is to be orthogonalised, of a range of a parameter."""
+    def _look_ahead(self, copy: RangeCopy, to: torch.Tensor) -> None:
+        """Write what is to be orthogonalised, of a range of a parameter, up to a factor: Newton–Schulz
+        divides by the norm."""
+        place = to[copy.place : copy.place + copy.numel]
         part = slice(copy.offset, copy.offset + copy.numel)
         momentum = self._params[copy.param].momentum[part]
         if not self._config.nesterov:
-            return momentum
-        return self._grads[copy.param][part].float().lerp(momentum.float(), self._config.momentum)
+            place.copy_(momentum)
+            return
+        grad = self._grads[copy.param][part].float()
+        factor = self._config.momentum / (1 - self._config.momentum)
+        if grad.device == place.device:
+            torch.add(grad, momentum.float(), alpha=factor, out=place)  # rounded as it is written
+        else:
+            place.copy_(torch.add(grad, momentum.float(), alpha=factor))
 
     def _start(
         self, outgoing: torch.Tensor, counts_from: list[int], counts_to: list[int]
@@ -258,7 +266,7 @@ class _Step:
         form = self._params[number].matrices.form
         blocks = self._like.new_empty(batch.count * form.numel)
         for copy in batch.own:
-            blocks[copy.place : copy.place + copy.numel].copy_(self._ahead(copy))
+            self._look_ahead(copy, blocks)
         for packed, place, numel in batch.received:
             blocks[place : place + numel].copy_(incoming[packed : packed + numel])
         matrices = form.join(blocks.view(batch.count, form.numel), num_parts)

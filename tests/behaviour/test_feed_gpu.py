@@ -65,7 +65,9 @@ def test_planned_rows_attend_as_masked_ones_on_a_gpu(
 def test_a_wrapped_model_attends_by_plans_where_it_can(gpu_rank: None) -> None:
     feed = Feed(build_meshes(), own_attention=True, dtype=torch.bfloat16)
     batch = rows_of(0)
-    model = as_causal_lm(tiny_hf("qwen3_moe", vocab_size=256).to("cuda", torch.bfloat16))
+    model = as_causal_lm(
+        tiny_hf("qwen3_moe", vocab_size=256, moe_intermediate_size=16).to("cuda", torch.bfloat16)
+    )
     losses = []
     for _ in range(2):
         (inputs,) = feed.inputs(feed.prepare([batch]))

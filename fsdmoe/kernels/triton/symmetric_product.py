@@ -1,7 +1,7 @@
 """Products of a matrix with its own transpose, for a batch: tiles of one triangle are computed and each is
 written twice, as it is and mirrored.
 
-    ``out = alpha * x @ x^T + beta * added``        or  ``x^T @ x``, for tall matrices
+    ``out = alpha * x @ x^T + beta * added + diagonal * 1``        or  ``x^T @ x``, for tall matrices
 
 ``added`` is symmetric. The square of a symmetric matrix is such a product too. 128 × 128 tiles: of a matrix
 with 768 rows 21 of 36 are computed. Two programs share a multiprocessor, so that one multiplies while the
@@ -55,6 +55,7 @@ def _symmetric_kernel(
     depth,
     alpha,
     beta,
+    diagonal,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
     TALL: tl.constexpr,
@@ -73,6 +74,9 @@ def _symmetric_kernel(
     acc *= alpha
     if ADDS:
         acc += beta * added_desc.load([matrix, row, column]).reshape(TILE, TILE).to(tl.float32)
+        places = tl.arange(0, TILE)
+        is_diagonal = (row + places)[:, None] == (column + places)[None, :]
+        acc += tl.where(is_diagonal, diagonal, 0.0)
     result = acc.to(out_desc.dtype)
     out_desc.store([matrix, row, column], result.reshape(1, TILE, TILE))
     if row != column:
@@ -94,8 +98,10 @@ def symmetric_product_triton(
     alpha: float = 1.0,
     added: torch.Tensor | None = None,
     beta: float = 0.0,
+    diagonal: float = 0.0,
 ) -> torch.Tensor:
-    """``alpha x xᵀ + beta added``, or with ``is_tall`` of ``xᵀ x``; ``added`` is symmetric."""
+    """``alpha x xᵀ + beta added``, or with ``is_tall`` of ``xᵀ x``; ``added`` is symmetric. ``diagonal`` is
+    added to the diagonal, where something is added."""
     count, rows, columns = x_NRC.shape
     size, depth = (columns, rows) if is_tall else (rows, columns)
     out = torch.empty(count, size, size, dtype=x_NRC.dtype, device=x_NRC.device)
@@ -108,6 +114,7 @@ def symmetric_product_triton(
         depth,
         float(alpha),
         float(beta),
+        float(diagonal),
         TILE=TILE,
         DEPTH=_DEPTH,
         TALL=is_tall,

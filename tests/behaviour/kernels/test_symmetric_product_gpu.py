@@ -32,7 +32,7 @@ def test_a_symmetric_product_is_as_exact_as_torchs(shape: tuple[int, int, int]) 
     assert error(gram, exact) <= 1.02 * error(symmetric_product(x, is_tall=is_tall), exact)
     assert torch.equal(gram, gram.mT)
     gram = gram / shape[1]
-    square = {"alpha": PUBLISHED[2], "added": gram, "beta": PUBLISHED[1]}
+    square = {"alpha": PUBLISHED[2], "added": gram, "beta": PUBLISHED[1], "diagonal": PUBLISHED[0]}
     exact = symmetric_product(gram.double(), **(square | {"added": gram.double()}))
     found = fused.symmetric_product_triton(gram, **square)
     assert error(found, exact) <= 1.02 * error(symmetric_product(gram, **square), exact)
