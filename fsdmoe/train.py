@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from fsdmoe import failures, lifecycle, run_config, run_lock
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
-from fsdmoe.config import CommandLine, Config, start_meshes
+from fsdmoe.config import CommandLine, Config, load_config, start_meshes
 from fsdmoe.feed import Feed, open_data
 from fsdmoe.graphs import build_micro_batches
 from fsdmoe.huggingface.folder import require_weights
@@ -241,3 +242,10 @@ def train(command: CommandLine) -> int:
             run.checkpoints.close()
             ending.status, ending.code = status, 0
     return ending.code
+
+
+if __name__ == "__main__":  # torchrun -m fsdmoe.train
+    code = train(load_config(sys.argv[1:]))
+    if code == 0 and dist.is_initialized():
+        dist.destroy_process_group()  # NCCL warns otherwise
+    sys.exit(code)

@@ -15,9 +15,10 @@ import fsdmoe
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 GUIDES = sorted(DOCS.glob("*.md"))
-# Pages on which there is nothing to set: the list of pages, and those about the code.
+# Pages on which there is nothing to set: the list of pages, the limits, and those about the code.
 OF_THE_CODE = {
     "index.md",
+    "what_it_is_not.md",
     "families.md",
     "how_it_works.md",
     "add_a_model_family.md",

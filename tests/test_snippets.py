@@ -203,7 +203,7 @@ def check_module(command: Command) -> None:
         checkpoint_parser().parse_args(words)
     elif module == "fsdmoe.plan":
         plan_parser().parse_args(words)
-    elif module == "fsdmoe.plan.fake_step":
+    elif module in ("fsdmoe.plan.fake_step", "fsdmoe.train"):
         check_train(Command(command.block, ("train.py", *words)))
     elif module == "fsdmoe.observe":
         observe_parser().parse_args(words)

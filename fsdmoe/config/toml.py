@@ -11,13 +11,23 @@ from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
 from fsdmoe.rules import near_file
 
+PACKAGED = Path(__file__).parents[1] / "configs"
+"""In the repository a link to ``configs/``; a wheel has its files."""
+
 
 def read_toml(path: str, problems: Problems) -> dict[str, Any]:
-    """The file's tables; empty, with a finding, where it cannot be read."""
+    """The file's tables; empty, with a finding, where it cannot be read.
+
+    A name without ``.toml`` that is no file here is that of a packaged configuration: ``quickstart``.
+    """
+    file = Path(path)
+    if not file.suffix and not file.is_file() and (PACKAGED / f"{path}.toml").is_file():
+        return _read_packaged(PACKAGED / f"{path}.toml")
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        fix = near_file(path) or "see configs/ for examples"
+        names = sorted(packaged.stem for packaged in PACKAGED.glob("*.toml"))
+        fix = near_file(path) or f"give a file, or a packaged one by its name: {', '.join(names)}"
         problems.append(f"--config: no file at {path!r}; {fix}")
     except IsADirectoryError:
         inside = sorted(str(file) for file in Path(path).glob("*.toml"))
@@ -26,6 +36,14 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         problems.append(f"--config: {path!r} is not readable as TOML: {error}; correct that place")
     return {}
+
+
+def _read_packaged(file: Path) -> dict[str, Any]:
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    folder = tables.get("model", {}).get("hf", "")
+    if folder.startswith("configs/"):  # written for the repository's folder, which may not be here
+        tables["model"]["hf"] = str(PACKAGED / folder.removeprefix("configs/"))
+    return tables
 
 
 def to_toml(config: Config) -> str:

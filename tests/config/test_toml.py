@@ -9,6 +9,7 @@ import pytest
 from fsdmoe.config import load_config, to_toml
 from fsdmoe.config.removed import REMOVED
 from fsdmoe.config.schema import SECTIONS
+from fsdmoe.config.toml import read_toml
 from fsdmoe.config.values import former_names
 from tests.support.config_building import build
 
@@ -78,3 +79,26 @@ def is_part(written: Any, now: Any) -> bool:
     if isinstance(written, dict):
         return all(key in now and is_part(value, now[key]) for key, value in written.items())
     return bool(written == now)
+
+
+def test_a_packaged_configuration_goes_by_its_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()  # a folder is no configuration
+    problems: list[str] = []
+    assert read_toml("quickstart", problems)["model"] == {"preset": "quickstart"}
+    assert Path(read_toml("qwen3-30b-a3b-lora", problems)["model"]["hf"], "config.json").is_file()
+    assert read_toml("clusters/deepseek-v3-1024xh100-fp8", problems)["mesh"]
+    assert not problems
+    assert read_toml("mine.toml", problems) == {}
+    assert "packaged one by its name: deepseek-v3, " in problems[0]
+
+
+def test_a_file_goes_before_a_packaged_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart").write_text("[train]\nsteps = 3\n")
+    assert read_toml("quickstart", []) == {"train": {"steps": 3}}
+    problems: list[str] = []
+    assert read_toml("quickstart.toml", problems) == {}, "a file that is not here is not replaced"
+    assert problems
