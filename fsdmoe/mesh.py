@@ -23,6 +23,8 @@ from fsdmoe.axes import (
     axis_sizes,
     resolve_degrees,
 )
+from fsdmoe.all_ranks import by_rank
+from fsdmoe.errors import ConfigError
 from fsdmoe.process_group import init_distributed
 from fsdmoe.rank_facts import RankFacts, agree_on_facts, nodes_of
 
@@ -37,6 +39,15 @@ class ContextGroups(NamedTuple):
     """Those with other tokens and the same heads."""
     sequence: dist.ProcessGroup | None
     """The same times ``tp``: all that hold pieces of these sequences."""
+
+
+class NodeGroups(NamedTuple):
+    """The two groups by which rows go to a node once."""
+
+    between: dist.ProcessGroup
+    """This rank's counterparts on all nodes of its EP group, by node."""
+    inside: dist.ProcessGroup
+    """The ranks of its EP group on its own node."""
 
 
 class Meshes:
@@ -59,6 +70,7 @@ class Meshes:
         self._submeshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         self._axis_of: dict[tuple[DeviceMesh, int], Axis | None] = {}
         self._context_groups: dict[int, ContextGroups] | None = None
+        self._node_groups: NodeGroups | None = None
         for mesh, axes, flattened in (
             (self.dense, DENSE_AXES, FLATTENED_DENSE),
             (self.expert, EXPERT_AXES, FLATTENED_EXPERT),
@@ -146,6 +158,35 @@ class Meshes:
             self._nodes = nodes_of(self.facts)
         return self._nodes[rank]
 
+    def node_groups(self) -> NodeGroups:
+        """For rows that go to a node once. Built when first asked for; every rank must ask.
+
+        Raises:
+            ConfigError: On all ranks, if some EP group has not the same number of ranks, two or more, on each
+                of several nodes.
+        """
+        if self._node_groups is None:
+            ranks_GP = self.expert.mesh.movedim(2, 3).reshape(-1, self.degrees.ep)
+            sizes = {_share_of_nodes([self.node_of(rank) for rank in ranks]) for ranks in ranks_GP.tolist()}
+            size = sizes.pop()
+            if sizes or size < 2:
+                nodes = by_rank([self.node_of(rank) for rank in range(self.degrees.world_size)])
+                raise ConfigError(
+                    f"experts.dispatcher: by_node expected each group of mesh.ep = {self.degrees.ep} ranks to "
+                    "have equally many, two or more, on each of several nodes, got as the node of every rank "
+                    f'{nodes}; set experts.dispatcher = "all_to_all", or another mesh.ep'
+                )
+            own_NM = self._by_axis[Axis.EP].mesh.view(-1, size)
+            place = self.rank(Axis.EP)
+            self._node_groups = NodeGroups(
+                *(
+                    # Named after the axis, by which traffic is told apart.
+                    dist.new_group(ranks.tolist(), use_local_synchronization=True, group_desc=f"mesh_{Axis.EP}")
+                    for ranks in (own_NM[:, place % size], own_NM[place // size])
+                )
+            )
+        return self._node_groups
+
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
@@ -209,6 +250,14 @@ def mesh_without_groups(ranks: dict[Axis, int], sizes: dict[Axis, int]) -> Devic
 def _mesh(device_type: str, degrees: Degrees, axes: tuple[Axis, ...]) -> DeviceMesh:
     names, sizes = tuple(axis.value for axis in axes), axis_sizes(degrees)
     return init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=names)
+
+
+def _share_of_nodes(nodes: list[int]) -> int:
+    """Ranks of a group on each of its nodes, neighbours; 0 if that differs, or if there is one node only."""
+    size = nodes.count(nodes[0])
+    blocks = {tuple(nodes[first : first + size]) for first in range(0, len(nodes), size)}
+    is_even = all(len(block) == size and len(set(block)) == 1 for block in blocks)
+    return size if is_even and 1 < len(blocks) == len(set(nodes)) else 0
 
 
 def _new_group(ranks: torch.Tensor) -> dist.ProcessGroup | None:

@@ -14,7 +14,7 @@ from fsdmoe.errors import refuse
 from fsdmoe.features import CANNOT, Row, above, choice
 from fsdmoe.rules import at_least, one_of
 
-DispatcherName = Literal["auto", "local", "allgather", "all_to_all", "flex"]
+DispatcherName = Literal["auto", "local", "allgather", "all_to_all", "by_node", "flex"]
 Scope = Literal["sequence", "micro_batch", "global_batch"]
 
 
@@ -156,7 +156,8 @@ class ExpertsConfig:
 
     dispatcher: DispatcherName = "auto"
     """How tokens reach experts; auto picks by expected communication volume and logs the choice at
-    start-up."""
+    start-up. by_node is all_to_all in two exchanges: a token goes to each node once, which hands it on to its
+    ranks and sums their outputs."""
     dispatch_dtype: Literal["same", "float8"] = "same"
     """What rows are sent to experts in: the dtype of activations, or eight bits with a scale for every 128,
     which is half the bytes of bfloat16. Rows come back as they are."""

@@ -1,4 +1,4 @@
-"""How tokens reach their experts and come back: four dispatchers behind one interface of six phases."""
+"""How tokens reach their experts and come back: five dispatchers behind one interface of six phases."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.allgather import AllGatherDispatcher
 from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
+from fsdmoe.experts.dispatch.by_node import NodeDispatcher
 from fsdmoe.experts.dispatch.flex import FlexDispatcher
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.experts.dispatch.local import LocalDispatcher
@@ -23,7 +24,8 @@ __all__ = [
 ]  # fmt: skip
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
-    kind.name: kind for kind in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher, FlexDispatcher)
+    kind.name: kind
+    for kind in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher, NodeDispatcher, FlexDispatcher)
 }
 
 
@@ -54,4 +56,7 @@ def build_dispatcher(
     if choice.dispatcher == FlexDispatcher.name:
         made = FlexDispatcher(links, num_experts, packing, top_k=top_k, policy=flex)
         return made, Choice(choice.dispatcher, made.describe())
+    if choice.dispatcher == NodeDispatcher.name:
+        by_node = NodeDispatcher(links, num_experts, packing)
+        return by_node, Choice(choice.dispatcher, by_node.describe())
     return DISPATCHERS[choice.dispatcher](links, num_experts, packing), choice

@@ -11,6 +11,8 @@ Rows are sent in order of rank, then of token. One small all-gather of counts gi
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -24,19 +26,21 @@ class AllToAllDispatcher(CountingDispatcher):
     """All-to-all-v over EP, and back."""
 
     name = "all_to_all"
+    phases: ClassVar[tuple[str, str]] = ("dispatch", "combine")
+    """As which its two exchanges are counted."""
 
     def _departure(self, rows: Rows, counted: tuple[Tensor, Tensor]) -> Departure:
-        return _Sorted(rows, counted, self.num_local_experts)
+        return Sorted(rows, counted, self.num_local_experts)
 
     def _rows_to(self, counts: list[int], ep_rank: int) -> int:
         return counts[ep_rank]
 
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
-        transfer = Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received)
+        transfer = Exchange(self.links.ep, self.phases[0], plan.rows_sent, plan.rows_received)
         return AsyncCollective.start(self._outward(transfer), *rows)
 
     def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective:
-        transfer = Exchange(self.links.ep, "combine", plan.rows_received, plan.rows_sent)
+        transfer = Exchange(self.links.ep, self.phases[1], plan.rows_received, plan.rows_sent)
         return AsyncCollective.start(self._homeward(transfer), y_RD)
 
     def restore(self, plan: DispatchPlan, started: AsyncCollective | Tensor) -> Tensor:
@@ -44,7 +48,7 @@ class AllToAllDispatcher(CountingDispatcher):
         return unpermute(super().restore(plan, started), plan.permutation)
 
 
-class _Sorted(Departure):
+class Sorted(Departure):
     """One row a (token, rank) pair; ids as the receiving rank counts its experts."""
 
     def __init__(self, rows: Rows, counted: tuple[Tensor, Tensor], experts_per_rank: int) -> None:

@@ -36,12 +36,12 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.dispatch.host_reader import HostReader
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
-from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, Transfer
+from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, RelayedLink, Transfer
 from fsdmoe.experts.divide import ep_problems
 from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import RowPermutation
 from fsdmoe.kernels.send_order import index_rows
-from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.mesh import Axis, Meshes, NodeGroups
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Links:
     traffic: DispatchTraffic
     node_of: Callable[[int], int] = lambda rank: 0
     """The node of a rank, the same on all ranks."""
+    node_groups: Callable[[], NodeGroups] | None = None
 
     @classmethod
     def of(cls, meshes: Meshes) -> Links:
@@ -81,7 +82,23 @@ class Links:
         def link(axis: Axis) -> Link:
             return Link(meshes.group(axis), meshes.size(axis), meshes.rank(axis), traffic)
 
-        return cls(link(Axis.EP), link(Axis.ETP), link(Axis.EXPERT), traffic, meshes.node_of)
+        return cls(
+            link(Axis.EP), link(Axis.ETP), link(Axis.EXPERT), traffic, meshes.node_of, meshes.node_groups
+        )
+
+    def by_node(self) -> tuple[Link, Link]:
+        """To this rank's counterparts on the nodes of its EP group, and to the ranks of its own node.
+        Collective.
+
+        Raises:
+            ConfigError: Nodes do not have equal shares of the group.
+        """
+        assert self.node_groups is not None, "expected the links of a mesh"
+        between, inside = self.node_groups()
+        return (
+            RelayedLink(between, between.size(), between.rank(), self.traffic),
+            RelayedLink(inside, inside.size(), inside.rank(), self.traffic),
+        )
 
     @classmethod
     def alone(cls) -> Links:

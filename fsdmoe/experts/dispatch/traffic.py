@@ -11,7 +11,8 @@ class DispatchTraffic:
     """Counts of one rank since they were last cleared.
 
     Phases: ``counts`` (how many rows go where), ``dispatch`` and ``combine`` (over EP), ``gather`` and
-    ``reduce`` (over ETP); a backward collective counts as ``"<phase>.backward"``. What a rank sends to itself
+    ``reduce`` (over ETP), ``hand_on`` and ``hand_back`` (inside of a node, where ``dispatch`` and ``combine``
+    are between nodes); a backward collective counts as ``"<phase>.backward"``. What a rank sends to itself
     is not counted.
     """
 

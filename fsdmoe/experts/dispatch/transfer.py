@@ -97,6 +97,26 @@ class _Started:
         return self.out
 
 
+class RelayedLink(Link):
+    """One whose exchanges are started on one stream and awaited on another."""
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Pending:
+        rows = rows.contiguous()
+        wait = super().exchange(rows, send, receive, phase)
+        if not rows.is_cuda:
+            return wait
+        sent = [rows]
+
+        def landed() -> Tensor:
+            out = wait()
+            # Both belong to the stream that started the exchange, which does not wait for this one.
+            for each in (sent.pop(), out):
+                each.record_stream(torch.cuda.current_stream())
+            return out
+
+        return landed
+
+
 class Transfer(ABC):
     """A collective and its transpose over one link."""
 

@@ -197,7 +197,7 @@ def test_auto_picks_the_cheaper_in_expectation(layout: tuple[int, int, int, int]
 def test_unknown_and_unfit_dispatchers_are_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"experts.dispatcher: expected one of auto, local, allgather, all_to_all, flex, got",
+        match=r"experts.dispatcher: expected one of auto, local, allgather, all_to_all, by_node, flex, got",
     ):
         build_dispatcher("ring", Links.alone(), num_experts=8, top_k=2)
 
