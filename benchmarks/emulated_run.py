@@ -15,6 +15,8 @@ asked for and for the same step on one that is free:
     python benchmarks/emulated_run.py --chunks 3 --set experts.dispatcher=flex train.graphs=step   in a graph
     python benchmarks/emulated_run.py --layers 8 --set experts.dispatcher=allgather   any key of a run
     python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64 --sub-batches 2
+    python benchmarks/emulated_run.py --model deepseek-v3 --layers 22 --fabric nodes --ep 64 --batch 2 \
+        --sub-batches 2 --dispatcher all_to_all by_node                  rows once a rank, and once a node
     python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
 """
 
@@ -68,8 +70,8 @@ class Case:
     """What is measured: one way to run under one fabric."""
 
     fabric: Fabric
-    keys: tuple[tuple[str, int], ...] = ()
-    """Of ``experts``: ``chunks`` or ``sub_batches``."""
+    keys: tuple[tuple[str, Any], ...] = ()
+    """Of ``experts``: ``chunks`` or ``sub_batches``, and ``dispatcher``."""
     hides_rows: bool = True
     """False: nothing is computed while rows travel."""
 
@@ -321,6 +323,13 @@ def compare(found: Outcome, free: Outcome) -> None:
     print()
 
 
+def compare_rows(first: Outcome, other: Outcome) -> None:
+    """The times of two steps, and what their rows put on the network."""
+    sent = [each.traffic.get("all_to_all", {}).get("network_gb", 0.0) for each in (first, other)]
+    share = f"; rows between nodes {sent[1] / sent[0]:.3f}" if sent[0] else ""
+    print(f"\n{first.name} / {other.name}: {first.ms / other.ms:.3f} in speed{share}")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -339,6 +348,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sub-batches", type=int, nargs="+", default=[], help="experts.sub_batches, each in turn"
     )
+    parser.add_argument("--dispatcher", nargs="+", default=[], help="experts.dispatcher, each in turn")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -369,7 +379,9 @@ def main() -> None:
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
     keys = [("chunks", each) for each in args.chunks] + [("sub_batches", each) for each in args.sub_batches]
-    cases = [Case(fabric, (key,)) for fabric in fabrics for key in keys] or [Case(each) for each in fabrics]
+    ways: list[tuple[tuple[str, Any], ...]] = [(key,) for key in keys] or [()]
+    ways = [(*way, ("dispatcher", name)) for way in ways for name in args.dispatcher] or ways
+    cases = [Case(fabric, way) for fabric in fabrics for way in ways]
     if args.no_overlap:
         cases.append(Case(fabrics[0], hides_rows=False))
     outcomes: list[Outcome] = []
@@ -380,6 +392,8 @@ def main() -> None:
     if args.no_overlap:
         for outcome in outcomes[:-1]:
             print(f"\n{outcomes[-1].name} / {outcome.name}: {outcomes[-1].ms / outcome.ms:.3f}")
+    for outcome in outcomes[1:] if len(args.dispatcher) > 1 else []:
+        compare_rows(outcomes[0], outcome)
     bare = [outcome for outcome in outcomes if outcome.is_free]
     for outcome in outcomes:
         for free in bare if not outcome.is_free else []:

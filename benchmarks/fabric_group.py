@@ -30,6 +30,7 @@ from fabric_kernel import Timed
 
 from fsdmoe.mesh import MeshConfig, Meshes, resolve_degrees
 from fsdmoe.observe.exposed import kind_of_traffic
+from fsdmoe.rank_facts import RankFacts
 
 
 @dataclass(frozen=True)
@@ -294,5 +295,8 @@ def emulated_fabric(fabric: Fabric, world_size: int | None = None) -> Iterator[W
 
 
 def fabric_meshes(mesh: MeshConfig, device_type: str) -> Meshes:
-    """Both meshes over the emulated world."""
-    return Meshes(resolve_degrees(mesh, dist.get_world_size()), device_type)
+    """Both meshes over the emulated world, whose nodes are the fabric's."""
+    assert _world is not None
+    own = RankFacts.own(device_type)._replace(node_size=str(_world.fabric.domain))
+    size = dist.get_world_size()
+    return Meshes(resolve_degrees(mesh, size), device_type, [own] * size)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdmoe.all_ranks import by_rank
 from fsdmoe.axes import (
     DENSE_AXES,
     EXPERT_AXES,
@@ -23,7 +24,6 @@ from fsdmoe.axes import (
     axis_sizes,
     resolve_degrees,
 )
-from fsdmoe.all_ranks import by_rank
 from fsdmoe.errors import ConfigError
 from fsdmoe.process_group import init_distributed
 from fsdmoe.rank_facts import RankFacts, agree_on_facts, nodes_of
@@ -172,16 +172,19 @@ class Meshes:
             if sizes or size < 2:
                 nodes = by_rank([self.node_of(rank) for rank in range(self.degrees.world_size)])
                 raise ConfigError(
-                    f"experts.dispatcher: by_node expected each group of mesh.ep = {self.degrees.ep} ranks to "
-                    "have equally many, two or more, on each of several nodes, got as the node of every rank "
-                    f'{nodes}; set experts.dispatcher = "all_to_all", or another mesh.ep'
+                    "experts.dispatcher: by_node expected each group of mesh.ep = "
+                    f"{self.degrees.ep} ranks to have equally many, two or more, on each of several nodes, "
+                    f"got as the node of every rank {nodes}; set experts.dispatcher = "
+                    '"all_to_all", or another mesh.ep'
                 )
             own_NM = self._by_axis[Axis.EP].mesh.view(-1, size)
             place = self.rank(Axis.EP)
             self._node_groups = NodeGroups(
                 *(
                     # Named after the axis, by which traffic is told apart.
-                    dist.new_group(ranks.tolist(), use_local_synchronization=True, group_desc=f"mesh_{Axis.EP}")
+                    dist.new_group(
+                        ranks.tolist(), use_local_synchronization=True, group_desc=f"mesh_{Axis.EP}"
+                    )
                     for ranks in (own_NM[:, place % size], own_NM[place // size])
                 )
             )

@@ -196,7 +196,7 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     """The router, the rows that reach this rank, the experts' pre-activations, shared experts."""
     size, chosen = view.itemsize, model.num_experts_per_tok
     width = model.moe_latent_size or model.hidden_size
-    layout = ExpertLayout(model.num_experts, chosen, view.ep, view.etp)
+    layout = expert_layout(model, view.ep, view.etp)
     rows, crosses = received_rows(layout, view.dispatcher, view.flex_rows), view.ep * view.etp > 1
     bound = view.flex_rows if crosses and view.dispatcher == "flex" else 1.0
     local = model.num_experts // view.ep
@@ -230,6 +230,14 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     return found
 
 
+def expert_layout(model: ModelConfig, ep: int, etp: int, domain: int = 8) -> ExpertLayout:
+    """Of a model's experts over ranks, ``domain`` on a node."""
+    nodes = ep * etp // domain if ep * etp % domain == 0 else 1
+    return ExpertLayout(
+        model.num_experts, model.num_experts_per_tok, ep, etp, max(1, nodes), model.n_group, model.topk_group
+    )
+
+
 def received_rows(layout: ExpertLayout, dispatcher: str, flex_rows: float = 1.0) -> float:
     """Rows that reach a rank for each token that it brings, under balanced routing: a token once for every
     rank that holds one of its experts (all_to_all), or once for every rank (allgather). Buffers of flex hold
@@ -238,6 +246,6 @@ def received_rows(layout: ExpertLayout, dispatcher: str, flex_rows: float = 1.0)
     if layout.ep == 1 or name == "local":
         return float(layout.etp)
     share = 1.0
-    if name in ("all_to_all", "flex"):
+    if name != "allgather":
         share = min(1.0, layout.rank_probability * (flex_rows if name == "flex" else 1.0))
     return layout.ep * share * layout.etp

@@ -29,6 +29,7 @@ _CHANGES: dict[str, Keys] = {
     # Emulated where there are no kernels, such as on this host: parts that a GPU has none for have no price.
     'precision.recipe = "fp8_blockwise"': {"precision": {"recipe": "fp8_blockwise", "emulate": True}},
     'precision.grad_dtype = "bfloat16"': {"precision": {"grad_dtype": "bfloat16"}},
+    'experts.dispatcher = "by_node"': {"experts": {"dispatcher": "by_node"}},
     'experts.dispatch_dtype = "float8"': {"experts": {"dispatch_dtype": "float8"}},
     'experts.dispatch_grad_dtype = "float8"': {"experts": {"dispatch_grad_dtype": "float8"}},
     'fsdp.grad_exchange = "bf16_all_to_all"': {"fsdp": {"grad_exchange": "bf16_all_to_all"}},

@@ -32,15 +32,16 @@ from torch.utils._pytree import tree_leaves
 from fsdmoe.auto_model import as_causal_lm, build_any_model
 from fsdmoe.config import Config, load_config
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.experts.dispatch.base import CountingDispatcher, Dispatcher, DispatchPlan
 from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.moe import MoE
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Meshes, resolve_degrees
+from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe import print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, freeze
 from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.plan.activations import expert_layout
 from fsdmoe.plan.fake_kernels import kernels_left_out
 from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import Job, Setting
@@ -140,10 +141,10 @@ def fake_step(config: Config, world_size: int) -> FakeStep:
             "fake step: expected everything on the device, got memory.offload, optim.state_offload or "
             "fsdp.cpu_offload; leave them out, and take `--dry-run` for what they move"
         )
-    if config.experts.dispatcher == "flex":
+    if config.experts.dispatcher in ("flex", "by_node"):
         raise ConfigError(
-            "experts.dispatcher: a fake step expected one whose counts the host knows, got flex; "
-            'set experts.dispatcher = "all_to_all"'
+            "experts.dispatcher: a fake step expected one whose counts the host knows, on one node, got "
+            f'{config.experts.dispatcher}; set experts.dispatcher = "all_to_all"'
         )
     if config.train.micro_batch_size % config.experts.sub_batches:
         raise ConfigError(
@@ -200,15 +201,15 @@ def _balance(model: nn.Module, config: Config, tokens: int) -> None:
         if isinstance(module, MoE) and isinstance(module.dispatcher, CountingDispatcher):
             # Depths of multi-token prediction see all rows at once.
             rows = tokens if "mtp_layers" in name else tokens // config.experts.sub_batches
-            expected = partial(_balanced, module.dispatcher, config.model.num_experts_per_tok, rows)
+            expected = partial(_balanced, module.dispatcher, config.model, rows)
             module.dispatcher._start_counting = expected  # type: ignore[method-assign]
 
 
 def _balanced(
-    dispatcher: Dispatcher, chosen: int, tokens: int, counts: list[Tensor]
+    dispatcher: Dispatcher, model: ModelConfig, tokens: int, counts: list[Tensor]
 ) -> Callable[[], list[DispatchPlan]]:
-    ep, etp = dispatcher.links.ep.size, dispatcher.links.etp.size
-    layout = ExpertLayout(dispatcher.num_experts, chosen, ep, etp)
+    ep, etp, chosen = dispatcher.links.ep.size, dispatcher.links.etp.size, model.num_experts_per_tok
+    layout = expert_layout(model, ep, etp)
     share = layout.rank_probability if dispatcher.name == "all_to_all" else 1.0
     plans = [
         DispatchPlan(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import CHUNK_TOKENS, LEAN_CHUNK_TOKENS
 from fsdmoe.plan.activations import (
@@ -19,6 +18,7 @@ from fsdmoe.plan.activations import (
     KeptTensor,
     LayerKind,
     LayerView,
+    expert_layout,
     kept_bytes,
     layer_tensors,
     received_rows,
@@ -273,7 +273,9 @@ def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:
     model, degrees = job.model, setting.degrees
     if degrees.ep * degrees.etp == 1 or not model.num_moe_layers:
         return 0
-    layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, degrees.ep, degrees.etp)
+    layout = expert_layout(model, degrees.ep, degrees.etp)
     rows = received_rows(layout, setting.experts.dispatcher, setting.experts.flex.rows)
+    if setting.experts.dispatcher == "by_node":  # what other nodes sent to be handed on
+        rows += layout.rows_between_nodes("by_node")
     width = model.moe_latent_size or model.hidden_size
     return round(2 * rows * tokens * width * setting.param_bytes)

@@ -374,7 +374,14 @@ def legal_degrees(config: Config, job: Job, num_gpus: int, gpu: Gpu) -> Iterator
                     continue
                 for ep in divisors(replica, model.num_experts) if has_experts else (1,):
                     for etp in _expert_splits(job, replica // ep):
+                        if config.experts.dispatcher == "by_node" and not _spans_nodes(ep, etp, gpu):
+                            continue
                         yield Degrees(dp_outer, dp_shard, cp, tp, replica // (ep * etp), ep, etp)
+
+
+def _spans_nodes(ep: int, etp: int, gpu: Gpu) -> bool:
+    """Whether rows may go to a node once: experts are on several, with several EP ranks on each."""
+    return ep * etp > gpu.domain > etp and ep * etp % gpu.domain == gpu.domain % etp == 0
 
 
 def _expert_splits(job: Job, left: int) -> list[int]:

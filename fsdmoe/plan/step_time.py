@@ -30,11 +30,10 @@ from fsdmoe.plan.low_precision import faster_parts
 from fsdmoe.plan.memory import layer_counts, offloaded_bytes, recomputing_counts
 from fsdmoe.plan.overlap import Side, unhidden, unhidden_in_sub_batches
 from fsdmoe.plan.traffic import (
-    ExpertLegs,
     ShardingSeconds,
     context_traffic,
     exchange_seconds,
-    expert_legs,
+    expert_seconds,
     sharding_seconds,
     tensor_traffic,
 )
@@ -219,7 +218,7 @@ class _Layers:
     def _waits_for_rows(self, compute: float, beside: float) -> tuple[float, float]:
         """Forward and backward. ``beside``: shared experts, computed while rows are under way."""
         chunks = self._setting.experts.chunks
-        out, back, grad_out, grad_back = self._leg_seconds()
+        out, back, grad_out, grad_back = expert_seconds(self._job, self._setting, self._gpu)
         # Weights' gradients, as long as a forward, are computed while the first chunk's rows' go home.
         share = chunk_shares(chunks)[0] / sum(chunk_shares(chunks))
         late = share * min(grad_back, compute)
@@ -236,15 +235,10 @@ class _Layers:
             waits.append(wait + behind + times * slower + COST_OF_HIDING * max(0.0, first + last - wait))
         return waits[0], waits[1]
 
-    def _leg_seconds(self) -> ExpertLegs:
-        """What rows take on each of their ways, in one piece."""
-        size = self._setting.degrees.ep * self._setting.degrees.etp
-        legs = expert_legs(self._job, self._setting)
-        return ExpertLegs(*(exchange_seconds(self._gpu, each, size) for each in legs))
-
     def _waits_of_sub_batches(self, parts: dict[str, float]) -> tuple[float, float]:
         """Forward and backward, of a layer with ``parts`` seconds of compute."""
-        number, legs = self._setting.experts.sub_batches, self._leg_seconds()
+        number = self._setting.experts.sub_batches
+        legs = expert_seconds(self._job, self._setting, self._gpu)
         dense = self._dense_rate("") / self._dense_rate("", number)
         slower = {
             "attention": 1.0,

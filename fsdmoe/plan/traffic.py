@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from fsdmoe.context_parallel.volume import AttentionShape
 from fsdmoe.context_parallel.volume import sent_bytes as context_bytes
-from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.fsdp.memory_plan import sharding_traffic
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.kernels import packed_rows
+from fsdmoe.plan.activations import expert_layout
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting, engine_plan, memory_plan
 from fsdmoe.plan.memory import recomputing_counts
@@ -115,16 +115,29 @@ class ExpertLegs(NamedTuple):
     grad_back: float
 
 
-def expert_legs(job: Job, setting: Setting) -> ExpertLegs:
-    """Under balanced routing."""
+def expert_legs(job: Job, setting: Setting, domain: int = 8) -> ExpertLegs:
+    """Under balanced routing, with nodes of ``domain`` ranks."""
     model, d = job.model, setting.degrees
-    layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, d.ep, d.etp)
+    layout = expert_layout(model, d.ep, d.etp, domain)
     rows = layout.sent_rows(setting.experts.dispatcher, setting.tokens(job)) / 4
     width = model.moe_latent_size or model.hidden_size
     plain, packed = width * setting.param_bytes, width + -(-width // packed_rows.BLOCK)
     out = packed if setting.experts.dispatch_dtype == "float8" else plain
     grad = packed if setting.experts.dispatch_grad_dtype == "float8" else plain
     return ExpertLegs(rows * out, rows * plain, rows * grad, rows * plain)
+
+
+def expert_seconds(job: Job, setting: Setting, gpu: Gpu) -> ExpertLegs:
+    """What rows of one MoE layer take on each of their four ways, in one piece."""
+    d, name = setting.degrees, setting.experts.dispatcher
+    legs = expert_legs(job, setting, gpu.domain)
+    if name != "by_node":
+        return ExpertLegs(*(exchange_seconds(gpu, each, d.ep * d.etp) for each in legs))
+    layout = expert_layout(job.model, d.ep, d.etp, gpu.domain)
+    share = layout.rows_between_nodes(name) / layout.rows_per_token(name)
+    # A row takes one exchange after the other.
+    per_byte = share / gpu.network + (1 - share) / gpu.nvlink
+    return ExpertLegs(*(each * per_byte for each in legs))
 
 
 def expert_traffic(job: Job, setting: Setting) -> LayerTraffic:

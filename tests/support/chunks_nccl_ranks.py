@@ -3,18 +3,22 @@ in bf16 beside the layer in one chunk, and on the device's own timeline."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.experts.dispatch import FlexPolicy
+from fsdmoe.experts.dispatch.by_node import NodeDispatcher
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
@@ -29,8 +33,26 @@ ROW_KERNELS = ("_gate_up_kernel", "_project_kernel", "_swiglu")
 WEIGHT_KERNELS = ("_weight_grad",)
 EXCHANGES = {
     "all_to_all": ("ncclDevKernel_SendRecv",),
+    "by_node": ("ncclDevKernel_SendRecv",),
     "flex": ("_deliver_kernel", "_return_kernel", "_barrier_kernel"),
 }
+
+
+def dispatchers_for(meshes: Meshes) -> tuple[str, ...]:
+    if meshes.degrees.ep == 1:
+        return ("local",)
+    return ("allgather", "all_to_all", *(["by_node"] if meshes.degrees.ep == 4 else []))
+
+
+@contextlib.contextmanager
+def _late(self: NodeDispatcher, like: Tensor) -> Iterator[None]:
+    """The stream of second exchanges, so late that a missing wait shows."""
+    with _aside(self, like):
+        torch.cuda._sleep(20_000_000)
+        yield
+
+
+_aside = NodeDispatcher._aside
 
 
 @functools.cache
@@ -46,7 +68,7 @@ def in_fp32() -> float:
     for degrees in ({"ep": 4}, {"ep": 2, "etp": 2}, {"etp": 4}):
         meshes = meshes_of(**degrees)
         torch.set_default_device("cuda")
-        for dispatcher in ("allgather", "all_to_all") if meshes.degrees.ep > 1 else ("local",):
+        for dispatcher in dispatchers_for(meshes):
             for chunks, extras, routing, tokens in (
                 (2, "shared", "random", "uneven"),
                 (3, "none", "skewed", "one"),
@@ -90,7 +112,7 @@ def results(layer: MoE, dtype: torch.dtype) -> dict[str, Tensor]:
 def in_bf16(meshes: Meshes) -> dict[str, float]:
     """By result: the error of chunks to fp32 over that of one chunk."""
     found = {}
-    for dispatcher in ("allgather", "all_to_all"):
+    for dispatcher in dispatchers_for(meshes):
         exact = results(layer_of(meshes, dispatcher, 1, torch.float32, shared=True), torch.float32)
         whole, cut = (
             results(layer_of(meshes, dispatcher, chunks, torch.bfloat16, shared=True), torch.bfloat16)
@@ -126,7 +148,11 @@ def beside(meshes: Meshes, chunks: int, folder: Path, dispatcher: str = "all_to_
 
 
 def main() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # as on two nodes
     worst = in_fp32()
+    assert worst <= 1e-5, worst
+    with mock.patch.object(NodeDispatcher, "_aside", _late):
+        worst = max(worst, in_fp32())
     assert worst <= 1e-5, worst
     print(f"worst relative error in fp32 over NCCL: {worst:.1e}")
     meshes = meshes_of(ep=4)
@@ -136,11 +162,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(sys.argv[1] if len(sys.argv) > 1 else temporary)
         whole, cut = (beside(meshes, chunks, folder) for chunks in (1, 4))
+        by_node, _, num_by_node = beside(meshes, 4, folder, "by_node")
     (none, late, num_whole), (some, _, num_cut) = whole, cut
     print(
         f"rank {os.environ['RANK']}: experts' kernels that began during an exchange: {none} of {num_whole} "
         f"in one chunk, {some} of {num_cut} in four; and {late} for gradients of weights in one chunk"
     )
+    print(f"rank {os.environ['RANK']}: by node, in four chunks: {by_node} of {num_by_node}")
+    assert by_node > 0, "another chunk's rows are under way, by either exchange"
     assert num_whole > 0
     assert none == 0, "one chunk's compute waits for its rows"
     assert late > 0, "weights' gradients wait until those of rows are on their way"

@@ -46,7 +46,8 @@ class Case:
 
     dispatcher: str
     routing: str = "random"
-    """``random``; ``skewed``: all tokens choose the first three experts; ``dropped``: some choices are -1."""
+    """``random``; ``skewed``: all tokens choose the first three experts; ``single``: the last one most;
+    ``dropped``: some choices are -1."""
     tokens: str = "uneven"
     """``even``; ``uneven``, rank 1 without any; ``one``: a single rank has tokens."""
     top_k: int = 3
@@ -100,6 +101,8 @@ def build_layer(case: Case) -> MoE:
             nn.init.normal_(parameter, std=0.4)
         if case.routing == "skewed":  # feature 0 of every token is 1: see token_parts
             layer.gate.weight[:, 0] = torch.tensor([10.0] * 3 + [-30.0] * (NUM_EXPERTS - 3))
+        if case.routing == "single":
+            layer.gate.weight[-1, 0] = 30.0
     return layer
 
 

@@ -36,7 +36,14 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.dispatch.host_reader import HostReader
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
-from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, RelayedLink, Transfer
+from fsdmoe.experts.dispatch.transfer import (
+    AsyncCollective,
+    Gather,
+    Link,
+    ReduceScatter,
+    RelayedLink,
+    Transfer,
+)
 from fsdmoe.experts.divide import ep_problems
 from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import RowPermutation

@@ -66,7 +66,7 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
     """On every rank; then the held-out loss of another step's rows."""
     meshes = build_meshes(layout.mesh)
     policy = ParallelPolicy(
-        experts=ExpertsConfig(chunks=layout.chunks),
+        experts=ExpertsConfig(chunks=layout.chunks, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
         memory=layout.memory,
         grad_divisor=1.0,
