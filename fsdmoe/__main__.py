@@ -1,4 +1,5 @@
-"""``fsdmoe COMMAND``, also ``python -m fsdmoe COMMAND``: ``train`` is a run with all its ranks on this host.
+"""``fsdmoe COMMAND``, also ``python -m fsdmoe COMMAND``: ``train`` is a run with all its ranks on this host,
+and ``check`` a look at its machines before one.
 
 The others are those of packages: ``fsdmoe plan`` is ``python -m fsdmoe.plan``.
 """
@@ -20,15 +21,18 @@ def main() -> int:
     match sys.argv[1:]:
         case ["train", *arguments]:
             return run_rank(arguments) if "RANK" in os.environ else launch(arguments)
+        case ["check", *arguments]:
+            return launch([*arguments, "--check-only"])
         case [word, *arguments] if word in _PACKAGES:
             # imported when it is asked for: not all of them need torch, which takes seconds
             return importlib.import_module(f"fsdmoe.{word}.__main__").main(arguments) or 0
         case [] | ["--help" | "-h"]:
-            print("usage: fsdmoe train [--nproc-per-node N] [--config FILE.toml] ... (fsdmoe train --help)")
+            options = "[--nproc-per-node N] [--config FILE.toml] ... (fsdmoe train --help)"
+            print(f"usage: fsdmoe train|check {options}")
             print(f"       fsdmoe {'|'.join(_PACKAGES)} ... (fsdmoe plan --help)")
             return 0
         case [word, *_]:
-            found = nearest(word, ("train", *_PACKAGES))
+            found = nearest(word, ("train", "check", *_PACKAGES))
             print(f"fsdmoe: {word}: expected a command, got another word; {found}", file=sys.stderr)
     return 2
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fsdmoe import failures, lifecycle, run_config, run_lock
 from fsdmoe.auto_model import build_any_model
+from fsdmoe.check.self_check import run_self_check, wants_self_check
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import CommandLine, Config, load_config, start_meshes
 from fsdmoe.feed import Feed, open_data
@@ -227,6 +228,12 @@ def train(command: CommandLine) -> int:
         received = [] if command.evaluate_only else ending.catch_signals()
         with lifecycle.watch_launcher(folder):
             failures.expect_kill()
+            if command.check_only or (wants_self_check(command.config, meshes) and not command.evaluate_only):
+                code = run_self_check(command.config, meshes, only=command.check_only)
+                if command.check_only:
+                    ending.status, ending.code = "checked", code
+                    dist.destroy_process_group()  # also after a failed check: all ranks are here
+                    return code
             locks = run_lock.hold_folders(command, ending)
             decision = decide_memory(command.config, command.world_size, free_bytes(meshes.device))
             kept = run_config.keep_config(command, meshes, decision.told)

@@ -50,7 +50,7 @@ FLOORS = {
         "rounded_layers",
         "quantized_state",
     },
-    5: {"launch", "plan", "run_config", "run_facts", "run_lock", "samples", "train"},
+    5: {"check", "launch", "plan", "run_config", "run_facts", "run_lock", "samples", "train"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}
 # The harness is for tests; the package's own __init__ imports all that it exports.

@@ -64,7 +64,9 @@ def _failing_main(folder: Path, texts: list[str]) -> tuple[int, str]:
         dist.barrier()
         raise ConfigError(text)
 
-    command = mock.Mock(dry_run=False, evaluate_only=False, take_over=False, config=config, origins={})
+    command = mock.Mock(
+        dry_run=False, evaluate_only=False, check_only=False, take_over=False, config=config, origins={}
+    )
     with (
         mock.patch("fsdmoe.train.Run", build),
         mock.patch.object(failures, "_REPORT_SECONDS", 30.0 if len(set(texts)) == 1 else 0.2),

@@ -38,6 +38,7 @@ class CommandLine:
     gpu: str | None = None
     """With --dry-run: the GPU to plan for, by name or memory."""
     take_over: bool = False
+    check_only: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each value that is no default comes from, by dotted key."""
     source: str = "the defaults"
@@ -50,6 +51,7 @@ class CommandLine:
         if _speaks():
             ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
             what = "a plan for" if self.dry_run else "evaluation on" if self.evaluate_only else "a run on"
+            what = "a check of" if self.check_only else what
             line = f"fsdmoe: {what} {ranks}, by {self.source}; loading torch"
             print(line, file=sys.stderr, flush=True)
 
@@ -61,7 +63,7 @@ class CommandLine:
 
 CHECKED = "FSDMOE_CHECKED"
 """In the environment of ranks whose launcher has checked the configuration, and said what it found."""
-_PROGRAMS = ("--dry-run", "--evaluate-only")
+_PROGRAMS = ("--dry-run", "--evaluate-only", "--check-only")
 """What ``train.py`` does instead of training."""
 
 
@@ -118,6 +120,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         problems=tuple(found),
         gpu=flags.get("--gpu"),
         take_over="--take-over" in flags,
+        check_only="--check-only" in flags,
         origins=origins_of(config, mapping, overrides, flags.get("--config", ""), kept=origins),
         source=flags.get("--config") or flags.get("--run") or CommandLine.source,
         written=frozenset((keys if origins is None else origins.keys()) | overrides.keys()),

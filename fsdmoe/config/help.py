@@ -14,7 +14,7 @@ from fsdmoe.config.schema import SECTIONS
 from fsdmoe.config.suggest import ALIASES, suggest
 
 USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
-       fsdmoe train [--nproc-per-node N] [--config FILE.toml] [--section.key VALUE ...]
+       fsdmoe train|check [--nproc-per-node N] [--config FILE.toml] [--section.key VALUE ...]
 
   --config FILE     TOML file with one table a section, or the name of a packaged one: --config quickstart
   --run FOLDER      instead of --config: go on with the run of this folder, by the config.toml that it keeps;
@@ -25,6 +25,7 @@ USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [-
                     would be refused for, files included, and exit
   --files-elsewhere with --dry-run: data, weights and folders are on another machine; do not look for them
   --evaluate-only   load the model, print its loss on the held-out documents and exit
+  --check-only      check the machines and exit, as `fsdmoe check` does; 1 where one is sick or slow
   --take-over       go on in a folder whose run.lock names a run elsewhere that you know has ended
   --world N         plan for N ranks (with --dry-run or --print-config)
   --gpu GPU         with --dry-run: plan for this GPU, by name (l40s) or memory in GB (48)

@@ -11,7 +11,7 @@ from fsdmoe.config.schema import SECTIONS
 from fsdmoe.rules import nearest
 
 WITH_VALUE = ("--config", "--run", "--world", "--gpu")
-BARE = ("--print-config", "--dry-run", "--evaluate-only", "--files-elsewhere", "--take-over")
+BARE = ("--print-config", "--dry-run", "--evaluate-only", "--files-elsewhere", "--take-over", "--check-only")
 FLAGS = (*WITH_VALUE, *BARE, "--help")
 """Options without a section."""
 

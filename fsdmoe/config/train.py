@@ -9,6 +9,7 @@ from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.rules import at_least, one_of
 
 Graphs = Literal["none", "layer", "step"]
+SelfCheck = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,10 @@ class TrainConfig:
     max_skipped_steps: int = 10
     """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops. Those that
     lower precision.loss_scale do not count."""
+    self_check: SelfCheck = "auto"
+    """Before training, look whether the machines are well: versions, clocks, the shared folder, rates of
+    every GPU and group, a small MoE layer against one process, a save that is read again. auto: where ranks
+    are on several nodes. What fails ends the run; what is slow is named (docs/many_machines.md)."""
     kernels: Literal["auto", "torch"] = "auto"
     """Fused Triton kernels wherever they can run, or plain torch everywhere: to compare, or to rule them
     out."""
@@ -70,7 +75,9 @@ class TrainConfig:
             "eval_batches": 1, "max_skipped_steps": 0, "graph_shapes": 1,
         }  # fmt: skip
         problems = at_least("train", vars(self), lowest)
-        problems += one_of("train", vars(self), {"graphs": get_args(Graphs)})
+        problems += one_of(
+            "train", vars(self), {"graphs": get_args(Graphs), "self_check": get_args(SelfCheck)}
+        )
         if self.graphs == "none" and self.graph_shapes != TrainConfig.graph_shapes:
             problems.append(
                 'train.graph_shapes: expected train.graphs = "step" or "layer", which it says something of, '
