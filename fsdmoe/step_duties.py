@@ -8,7 +8,8 @@ duty                    when there is one
 :class:`BiasDuty`       ``experts.balance.bias_rate``: routers' biases follow the loads
 ======================  ======================================================================================
 
-A plain run has none. All duties are collective: every rank has the same ones in the same order.
+Those that look after a long run are in :mod:`fsdmoe.health.duties`. A plain run has none. All duties are
+collective: every rank has the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fsdmoe.experts.bias import BiasedRouter, update_biases
@@ -33,6 +35,10 @@ class StepDuty:
 
     def discard(self) -> None:
         """The step is run again: drop what was seen of it."""
+
+    def before_update(self, optimizer: torch.optim.Optimizer, loss: float) -> bool:
+        """Whether the optimizer is to step with what is finite; it may have other learning rates then."""
+        return True
 
     def after_update(self, loads_LE: Tensor) -> None:
         """The optimizer has stepped; ``loads_LE`` are the step's, of all ranks."""

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe import failures, lifecycle, run_config, run_lock
+from fsdmoe import events, failures, lifecycle, run_config, run_lock
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.check.self_check import run_self_check, wants_self_check
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import CommandLine, Config, load_config, start_meshes
 from fsdmoe.feed import Feed, open_data
 from fsdmoe.graphs import build_micro_batches
+from fsdmoe.health.duties import Health
 from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.huggingface.preference import PreferenceLM
 from fsdmoe.kernels.backend import choose_kernels
@@ -114,7 +115,14 @@ class Run:
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
         resumed_at = None if resumed is None else step
         card = start_card(config, meshes, self.model, self.data, resumed_at=resumed_at, decisions=decisions)
-        self.observer.card(card | group_lines(self.model, self.optimizer, config.optim.groups))
+        self._folder, self._is_main = folder, is_main
+        self.health = Health(config.health, self.model, meshes, folder=folder, step=step, tell=self._tell)
+        self.duties += self.health.duties
+        groups = group_lines(self.model, self.optimizer, config.optim.groups)
+        self.observer.card(card | groups | self.health.card)
+        self._note_event(
+            "restart" if events.read(folder) else "start", step=step, ranks=dist.get_world_size()
+        )
         if trains and step >= train.steps:
             logging.info("nothing left to train: raise train.steps, or start anew: --checkpoint.load none")
 
@@ -155,15 +163,18 @@ class Run:
         rate = learning_rate(self.config.optim, progress["step"], self.config.train.steps)
         if self.scaler.enabled:
             self.scaler.update(norm_value if math.isfinite(loss_value) else loss_value)
+        is_taken = is_finite
         if is_finite:
             set_learning_rates(self.optimizer, self.config.optim, progress["step"], self.config.train.steps)
+            is_taken = all(duty.before_update(self.optimizer, loss_value) for duty in self.duties)
+        if is_taken:
             self.optimizer.step()
             for duty in self.duties:
                 duty.after_update(loads_LE)
         self.optimizer.zero_grad()
-        progress["skipped"] += not is_finite
+        progress["skipped"] += not is_taken
         in_a_row = progress["skipped_in_a_row"] + (not self.scaler.fell)
-        progress["skipped_in_a_row"] = 0 if is_finite else in_a_row
+        progress["skipped_in_a_row"] = 0 if is_taken else in_a_row
         progress["tokens"] += self.tokens_per_step
         is_logged = self.observer.wants(progress["step"])
         figures: dict[str, Any] = {}
@@ -191,10 +202,16 @@ class Run:
         """Step until the run is done or asked to stop; returns how it ended."""
         train = self.config.train
         progress = self.progress
+        first = progress["step"] + 1
         while progress["step"] < train.steps:
             step = progress["step"] + 1
             with self.observer.step_profile(step):
                 self.observer.log_step(self.train_step())
+            if step == first:
+                self._note_event("ready", step=step)
+            if self.health.must_go_back(progress["skipped_in_a_row"] > train.max_skipped_steps):
+                self._go_back()
+                continue
             lifecycle.refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
             is_last = step == train.steps
             if train.evaluates_at(step):
@@ -202,12 +219,37 @@ class Run:
                 self.observer.log_samples(step, self.samples.generate(self.decoder))
             asked = lifecycle.signal_of_any_rank(received, self.meshes.device)
             is_end = (is_last or bool(asked)) and self.config.checkpoint.interval >= 0
-            self.checkpoints.maybe_save(step, self.state, is_last=is_end)
+            if self.checkpoints.maybe_save(step, self.state, is_last=is_end):
+                assert self.checkpoints.record is not None
+                self._note_event("save", step=step, stall=round(self.checkpoints.record.stall_seconds, 3))
             if asked and not is_last:
                 return f"stopped by {asked}"
         return "finished"
 
+    def _go_back(self) -> None:
+        """To the newest checkpoint, with the data behind what was read: the same rows would do the same."""
+        self.checkpoints.wait()
+        parts = {name: part for name, part in self.state().items() if name != "data"}
+        loaded = self.checkpoints.load_latest(parts)
+        if loaded is not None:
+            stored = loaded["progress"]
+            self.scaler.load_state_dict(stored.pop("loss_scale", {}))
+            self.progress.update(stored, skipped_in_a_row=0)
+            self.observer.go_back(self.progress["step"])
+        self.health.gone_back()
+        self._note_event("rollback", step=self.progress["step"])
+
+    def _tell(self, text: str) -> None:
+        self.observer.note(text)
+        self._note_event("fault", step=self.progress["step"], text=text)
+
+    def _note_event(self, event: str, **facts: Any) -> None:
+        if self._is_main:
+            events.append(self._folder, event, **facts)
+
     def close(self, status: str) -> None:
+        self.health.close()
+        self._note_event("end", step=self.progress["step"], status=status)
         self.data.close()
         self.micro_batches.close()
         self.observer.close(status)

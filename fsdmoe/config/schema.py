@@ -13,6 +13,7 @@ from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data.config import DataConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.health.config import HealthConfig
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.preference_config import PreferenceConfig
 from fsdmoe.memory.config import MemoryConfig
@@ -39,6 +40,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 

@@ -2,6 +2,7 @@
 
 python -m fsdmoe.observe compare runs/a runs/b      a table, and a page of curves in compare.html
 python -m fsdmoe.observe watch runs/a               the page, served here and refreshed while the run goes
+python -m fsdmoe.observe timeline runs/a            its starts, faults and saves, and its goodput
 python -m fsdmoe.observe exposed trace.json.gz      hidden and exposed time of traces
 """
 
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdmoe import events
 from fsdmoe.config.kept import KEPT, kept_values
 from fsdmoe.errors import ConfigError
 from fsdmoe.observe.compare import ComparedRun, differences, held_out_note, page, read_run, table
@@ -19,6 +21,7 @@ from fsdmoe.observe.console import print_table, suppress_broken_pipe
 from fsdmoe.observe.exposed import exposure
 from fsdmoe.observe.exposed import table as exposed_table
 from fsdmoe.observe.exposed_trace import read_trace
+from fsdmoe.observe.timeline import timeline_lines
 from fsdmoe.observe.watch import watch
 
 
@@ -32,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     live = commands.add_parser("watch", help="the page of runs, refreshed while they go")
     live.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     live.add_argument("--port", type=int, default=8001, help="on this machine; 0 takes a free one")
+    timeline = commands.add_parser("timeline", help="starts, faults and saves of runs, and their goodput")
+    timeline.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     exposed = commands.add_parser("exposed", help="hidden and exposed time by kind of traffic")
     exposed.add_argument("traces", nargs="+", metavar="TRACE", help="PATH or NAME=PATH of a Chrome trace")
     exposed.add_argument("--svg", type=Path, help="draw them below each other")
@@ -50,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
                 _compare(args.runs, args.html)
             elif args.command == "watch":
                 return watch(lambda: page(read_runs(args.runs), is_live=True), args.runs, args.port)
+            elif args.command == "timeline":
+                _show_timelines(args.runs)
             else:
                 _show_exposed(args)
     except (ConfigError, ImportError, OSError) as error:
@@ -89,6 +96,14 @@ def _compare(folders: Sequence[str], html: Path) -> None:
         print("Configuration: no key differs")
     html.write_text(page(runs), encoding="utf-8")
     print(f"page in {html}")
+
+
+def _show_timelines(folders: Sequence[str]) -> None:
+    for folder in folders:
+        found = events.read(Path(folder))
+        if not found:
+            raise ConfigError(f"{folder}: expected a run's folder, found no {events.EVENTS}; name another")
+        print("\n".join([folder, *timeline_lines(found)]))
 
 
 def _show_exposed(args: argparse.Namespace) -> None:

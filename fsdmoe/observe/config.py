@@ -1,6 +1,7 @@
 """The ``observe`` section: what a run shows on the console and leaves in its folder."""
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -43,6 +44,10 @@ class ObserveConfig:
 
     project: str = "fsdmoe"
     """The project of Weights & Biases, or the experiment of MLflow, that the run belongs to."""
+
+    prometheus: str = ""
+    """Where the newest row can be asked for by Prometheus, as HOST:PORT: 0.0.0.0:9400 for other machines,
+    127.0.0.1:9400 for this one. Empty: nowhere."""
 
     loss_axis: LossAxis = "auto"
     """The loss axis of loss.svg: linear or log. auto takes log where the highest loss is at least three times
@@ -106,6 +111,11 @@ class ObserveConfig:
                     f"observe.loggers: expected {name} to be installed, found no such package; "
                     f"pip install 'fsdmoe[{name}]', or leave it out"
                 )
+        if self.prometheus and not re.fullmatch(r"[^:\s]+:\d+", self.prometheus):
+            problems.append(
+                f"observe.prometheus: expected HOST:PORT, got {self.prometheus!r}; write 127.0.0.1:9400, or "
+                "0.0.0.0:9400 for other machines"
+            )
         if any(rank < 0 for rank in self.profile_ranks):
             problems.append(
                 f"observe.profile_ranks: expected ranks of 0 or more, got {list(self.profile_ranks)}; "

@@ -4,6 +4,7 @@
                       -> screen                 live line or plain lines
                       -> board                  <run folder>/tensorboard/
                       -> loggers                Weights & Biases, MLflow
+                      -> prometheus             http://HOST:PORT/metrics
                       -> history -> summary     <run folder>/summary.txt, loss.svg
     step_profile(n)   -> profiler               <run folder>/profile/trace_rank<r>_....json.gz, exposed_...
 
@@ -51,6 +52,7 @@ class Observer:
         folder = Path(output_dir)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._config, self._facts, self._clock = config, facts, clock
+        self._folder = folder
         self._first_step = ExitStack()
         self._profiler = StepProfiler(
             config, folder=folder / "profile", rank=rank, start_step=facts.start_step
@@ -100,6 +102,14 @@ class Observer:
         if found:
             self.describe(rank_facts(found, num_steps=num_steps))
 
+    def go_back(self, step: int) -> None:
+        """The run continues after ``step``, which was earlier: what was recorded since is dropped."""
+        self._facts = replace(self._facts, start_step=step)
+        if self._main is not None:
+            facts = replace(self._main.facts, start_step=step)
+            self._main.close_files("went back")
+            self._main = _MainRank(self._config, self._folder, facts)
+
     def note(self, text: str) -> None:
         """A line on the console that leaves the progress line whole."""
         if self._main is not None:
@@ -143,6 +153,7 @@ class _MainRank:
         self._metrics.kept.clear()
         self._board = _open_board(config, folder, facts.start_step) if config.tensorboard else None
         self._loggers = _open_loggers(config, folder, facts.start_step)
+        self._server = _open_server(config, folder) if config.prometheus else None
         self._dead_experts = DeadExperts()
         self._pace = Pace()
         self._begin = time.monotonic()
@@ -185,6 +196,8 @@ class _MainRank:
             self._board.step(row, loads)
         for each in self._loggers:
             each.log(record.step, row_scalars(row))
+        if self._server is not None:
+            self._server.update({"step": record.step, "skipped": record.skipped} | row_scalars(row))
         self.screen.show(row, self._pace.seconds_left(self.facts.total_steps))
         warning = self._dead_experts.add(loads)
         if warning is not None:
@@ -248,15 +261,21 @@ class _MainRank:
     def close(self, status: str) -> None:
         if self._unlogged is not None:
             self._log_row(self._unlogged)
+        self.close_files(status)
+        # A start without a step (the run was finished, or failed at once) leaves the page of the last one.
+        if self._history.last_step > self.facts.start_step or not (self._folder / "summary.txt").exists():
+            self._write_summary(status)
+
+    def close_files(self, status: str) -> None:
+        """Nothing more is recorded here."""
         self.screen.close()
         self._metrics.close()
         if self._board is not None:
             self._board.close()
         for each in self._loggers:
             each.close(status)
-        # A start without a step (the run was finished, or failed at once) leaves the page of the last one.
-        if self._history.last_step > self.facts.start_step or not (self._folder / "summary.txt").exists():
-            self._write_summary(status)
+        if self._server is not None:
+            self._server.close()
 
     def _write_summary(self, status: str) -> None:
         elapsed = time.monotonic() - self._begin
@@ -301,6 +320,12 @@ def _open_loggers(config: ObserveConfig, folder: Path, start_step: int) -> list[
     from fsdmoe.observe.loggers import RunLogger
 
     return [RunLogger(name, folder, project=config.project, start_step=start_step) for name in config.loggers]
+
+
+def _open_server(config: ObserveConfig, folder: Path) -> Any:
+    from fsdmoe.observe.prometheus import MetricsServer  # only where it is asked for
+
+    return MetricsServer(config.prometheus, folder.resolve().name)
 
 
 def _open_board(config: ObserveConfig, folder: Path, start_step: int) -> Any:

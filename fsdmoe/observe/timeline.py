@@ -1,0 +1,143 @@
+"""The timeline of a run from its ``events.jsonl``, and its goodput: the share of time that made progress.
+
+::
+
+    |setup....|first step|training -----------x  lost |  down  |setup...|first step|training ---|
+    start     ready                 save      killed            restart  ready                 end
+
+Training counts up to the last step that a later start still had: what came after the save that it resumed
+from was lost, and so was the time until its first step was done. Time that the loop waited for saves is no
+progress either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_WIDTH = 72
+_SIGNS = {"setup": "s", "training": "=", "saving": "w", "lost": "x", "down": "."}
+"""How each kind of time is drawn."""
+
+
+@dataclass
+class Life:
+    """One start of a run, in seconds of the wall clock."""
+
+    began: float
+    step: int
+    """Steps done before it."""
+    ready: float | None = None
+    """When its first step was done."""
+    ended: float = 0.0
+    """Its last event."""
+    last_step: int = 0
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    saves: list[tuple[int, float]] = field(default_factory=list)
+    """Step and time."""
+    notes: list[str] = field(default_factory=list)
+
+    def kept_until(self, resumed: int | None) -> float:
+        """When the last step that counts was done; ``resumed``: the step that the next start went on from."""
+        if self.ready is None:
+            return self.began
+        if resumed is None or resumed >= self.last_step:
+            return self.ended
+        return max([at for step, at in self.saves if step <= resumed], default=self.ready)
+
+
+@dataclass(frozen=True)
+class TimeSpan:
+    """A piece of the timeline."""
+
+    kind: str
+    begin: float
+    end: float
+
+
+def lives_of(found: Sequence[Mapping[str, Any]]) -> list[Life]:
+    """The starts of a run, from its events in order."""
+    lives: list[Life] = []
+    for row in found:
+        kind, at = row["event"], float(row["time"])
+        if kind in ("start", "restart"):
+            lives.append(Life(at, row.get("step", 0), ended=at, last_step=row.get("step", 0)))
+        if not lives:
+            continue
+        life = lives[-1]
+        life.ended = max(life.ended, at)
+        life.last_step = max(life.last_step, row.get("step", 0))
+        if kind == "ready":
+            life.ready = at
+        elif kind == "save":
+            life.saves.append((row["step"], at))
+            life.stalls.append((at - row.get("stall", 0.0), at))
+        elif kind in ("fault", "rollback") or (kind == "end" and row.get("status") != "finished"):
+            life.notes.append(f"{kind}: {row.get('text') or row.get('status') or row.get('step')}")
+        if kind == "rollback":  # as if it had been started anew, without the time for it
+            lives.append(Life(at, row["step"], ready=at, ended=at, last_step=row["step"]))
+    return lives
+
+
+def spans_of(lives: Sequence[Life]) -> list[TimeSpan]:
+    """The whole timeline, without gaps."""
+    spans: list[TimeSpan] = []
+
+    def add(kind: str, begin: float, end: float) -> None:
+        if end > begin:
+            spans.append(TimeSpan(kind, begin, end))
+
+    for life, after in zip(lives, [*lives[1:], None], strict=True):
+        begin = life.ready if life.ready is not None else life.ended
+        add("setup", life.began, begin)
+        kept = life.kept_until(None if after is None else after.step)
+        at = begin
+        for stall_begin, stall_end in life.stalls:
+            if stall_end <= kept:
+                add("training", at, stall_begin)
+                add("saving", max(at, stall_begin), stall_end)
+                at = max(at, stall_end)
+        add("training", at, kept)
+        add("lost", max(at, kept), life.ended)
+        if after is not None:
+            add("down", life.ended, after.began)
+    return spans
+
+
+def goodput(spans: Sequence[TimeSpan]) -> float:
+    """The share of the time that made progress; 0 where nothing is known."""
+    whole = sum(span.end - span.begin for span in spans)
+    return sum(span.end - span.begin for span in spans if span.kind == "training") / whole if whole else 0.0
+
+
+def drawing(spans: Sequence[TimeSpan]) -> str:
+    """One line of signs; each is the kind that has most of its part of the time."""
+    begin, end = spans[0].begin, spans[-1].end
+    signs = []
+    for place in range(_WIDTH):
+        low = begin + (end - begin) * place / _WIDTH
+        high = begin + (end - begin) * (place + 1) / _WIDTH
+        shares = dict.fromkeys(_SIGNS, 0.0)
+        for span in spans:
+            shares[span.kind] += max(0.0, min(high, span.end) - max(low, span.begin))
+        signs.append(_SIGNS[max(shares, key=lambda kind: shares[kind])])
+    return "".join(signs)
+
+
+def timeline_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ``python -m fsdmoe.observe timeline`` prints."""
+    lives = lives_of(found)
+    spans = spans_of(lives)
+    if not spans:
+        return ["no start of a run is on record"]
+    sums = {kind: sum(s.end - s.begin for s in spans if s.kind == kind) for kind in _SIGNS}
+    lines = [drawing(spans), "  ".join(f"{sign} {kind} {sums[kind]:.0f} s" for kind, sign in _SIGNS.items())]
+    for number, life in enumerate(lives, 1):
+        seconds = life.ended - life.began
+        lines.append(f"start {number}: from step {life.step} to {life.last_step}, {seconds:.0f} s")
+        lines += [f"  {note}" for note in life.notes]
+    count = sum(row["event"] in ("start", "restart") for row in found)
+    starts = f"{count} start{'s' * (count > 1)}"
+    lines.append(f"goodput {goodput(spans):.3f} of {spans[-1].end - spans[0].begin:.0f} s, {starts}")
+    return lines

@@ -1,0 +1,61 @@
+"""Timelines of recorded events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdmoe import events
+from fsdmoe.observe.timeline import drawing, goodput, lives_of, spans_of, timeline_lines
+
+
+def _row(time: float, event: str, step: int = 0, **facts: Any) -> dict[str, Any]:
+    return {"time": time, "event": event, "step": step, **facts}
+
+
+KILLED = [
+    _row(0, "start"), _row(10, "ready", 1), _row(50, "save", 40, stall=2.0),
+    _row(60, "fault", 50, text="slow"), _row(80, "restart", 40),
+    _row(90, "ready", 41), _row(190, "end", 140, status="finished"),
+]  # fmt: skip
+
+
+def test_what_a_later_start_did_not_have_is_lost() -> None:
+    spans = spans_of(lives_of(KILLED))
+    assert [(span.kind, span.begin, span.end) for span in spans] == [
+        ("setup", 0, 10), ("training", 10, 48), ("saving", 48, 50), ("lost", 50, 60), ("down", 60, 80),
+        ("setup", 80, 90), ("training", 90, 190),
+    ]  # fmt: skip
+    assert goodput(spans) == pytest.approx((38 + 100) / 190)
+
+
+def test_the_timeline_is_drawn_with_its_faults() -> None:
+    lines = timeline_lines(KILLED)
+    assert lines[0] == drawing(spans_of(lives_of(KILLED)))
+    assert lines[0].startswith("sss")
+    assert lines[0].endswith("===")
+    assert "  fault: slow" in lines
+    assert lines[-1] == "goodput 0.726 of 190 s, 2 starts"
+
+
+def test_a_start_that_ended_before_its_first_step_made_no_progress() -> None:
+    found = [_row(0, "start"), _row(30, "end", status="failed")]
+    assert goodput(spans_of(lives_of(found))) == 0.0
+
+
+def test_steps_that_were_rolled_back_are_lost() -> None:
+    found = [_row(0, "start"), _row(0, "ready", 1), _row(40, "save", 40), _row(60, "fault", 60, text="spike"),
+             _row(60, "rollback", 40), _row(100, "end", 80, status="finished")]  # fmt: skip
+    assert goodput(spans_of(lives_of(found))) == pytest.approx(0.8)
+    assert timeline_lines(found)[-1] == "goodput 0.800 of 100 s, 1 start"
+
+
+def test_events_are_read_back_and_half_a_line_is_left_out(tmp_path: Path) -> None:
+    events.append(tmp_path, "save", step=3, stall=0.5)
+    with (tmp_path / events.EVENTS).open("a") as file:
+        file.write(json.dumps({"time": 1, "event": "end"})[:9])
+    assert [(row["event"], row["step"]) for row in events.read(tmp_path)] == [("save", 3)]
+    assert events.read(tmp_path / "none") == []
