@@ -8,6 +8,7 @@ import torch
 from fsdmoe.kernels.exchange_plan import Bounds, Notes, Who
 
 pytest.importorskip("triton")
+from fsdmoe.kernels.triton import clone_plan_kernel as clones
 from fsdmoe.kernels.triton import exchange_kernels as plan
 from fsdmoe.kernels.triton import exchange_rows as rows
 from tests.support.triton.compile_launches import compiling
@@ -43,3 +44,10 @@ def test_every_kernel_compiles_and_rows_leave_in_16_bytes_at_a_time(architecture
     for kernel in writing[:2]:
         assert "ld.global.v4" in kernel.asm["ptx"]
         assert "st.global.v4" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+def test_the_plan_of_clones_compiles_for_256_experts_of_64_ranks(architecture: int) -> None:
+    with compiling(architecture) as compiled:
+        clones.plan_clones_triton(torch.zeros(64, 256, dtype=torch.int32), 2, 1024)
+    assert len(compiled) == 1
