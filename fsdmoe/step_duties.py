@@ -6,6 +6,7 @@ duty                    when there is one
 :class:`FlexDuty`       the ``flex`` dispatcher: a step whose rows did not fit is run again
 :class:`RecipeDuty`     ``precision.statistics``: figures of quantised operands
 :class:`BiasDuty`       ``experts.balance.bias_rate``: routers' biases follow the loads
+:class:`ClipDuty`       ``optim.qk_clip``: heads with large logits get smaller weights
 ======================  ======================================================================================
 
 Those that look after a long run are in :mod:`fsdmoe.health.duties`. A plain run has none. All duties are
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from fsdmoe.experts.bias import BiasedRouter, update_biases
 from fsdmoe.experts.dispatch.flex_state import FlexState
+from fsdmoe.optim.config import OptimConfig
+from fsdmoe.optim.qk_clip import QKClip
 from fsdmoe.parallel import flex_state_of
 from fsdmoe.quantized_state import QuantizedState, state_of
 
@@ -79,7 +82,27 @@ class BiasDuty(StepDuty):
         update_biases(zip(self._routers, loads_LE, strict=True), rate=self._rate)
 
 
-def step_duties(model: nn.Module, routers: Sequence[BiasedRouter], bias_rate: float) -> list[StepDuty]:
+class ClipDuty(StepDuty):
+    def __init__(self, clip: QKClip) -> None:
+        self._clip = clip
+
+    def discard(self) -> None:
+        self._clip.forget()
+
+    def after_update(self, loads_LE: Tensor) -> None:
+        self._clip.step()
+
+    def figures(self, *, is_logged: bool) -> dict[str, Any]:
+        self._clip.forget()  # of a step that was skipped
+        if not is_logged:
+            return {}
+        largest = enumerate(self._clip.largest())
+        return {"attention_logits": {f"layer {number}": value for number, value in largest}}
+
+
+def step_duties(
+    model: nn.Module, routers: Sequence[BiasedRouter], bias_rate: float, optim: OptimConfig
+) -> list[StepDuty]:
     """Those of a model from ``parallelize``, whose own routers are ``routers``."""
     duties: list[StepDuty] = []
     if (flex := flex_state_of(model)) is not None:
@@ -88,4 +111,6 @@ def step_duties(model: nn.Module, routers: Sequence[BiasedRouter], bias_rate: fl
         duties.append(RecipeDuty(quantized))
     if bias_rate and routers:
         duties.append(BiasDuty(routers, bias_rate))
+    if optim.qk_clip:
+        duties.append(ClipDuty(QKClip(model, optim.qk_clip, rows=optim.qk_clip_rows)))
     return duties

@@ -94,7 +94,8 @@ class Run:
             self.decoder = PreferenceLM(self.decoder, config.preference)
         self.samples = Samples(train.sample_prompts, config.data, meshes.device)
         self.optimizer = build_optimizer(self.model, config.optim)
-        self.duties = step_duties(self.model, self.decoder.routers(), config.experts.balance.bias_rate)
+        bias_rate = config.experts.balance.bias_rate
+        self.duties = step_duties(self.model, self.decoder.routers(), bias_rate, config.optim)
         self.moe_layers = [f"layer {number}" for number in self.decoder.moe_layers()]
         self.max_norm = config.optim.grad_clip or math.inf
         self.tokens_per_step = train.global_batch_size * config.data.seq_len

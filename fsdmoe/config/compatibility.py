@@ -22,7 +22,14 @@ from fsdmoe.config.schema import Config
 from fsdmoe.experts.config import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
 from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refuse_together, refused_rows
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FROZEN_CODES, LEAN, SHARDING_ROWS
-from fsdmoe.optim.config import MUON, OFFLOADED_TWICE, ROUNDED_ROWS, SMALL_MOMENTS, STATE_OFFLOAD
+from fsdmoe.optim.config import (
+    MUON,
+    OFFLOADED_TWICE,
+    QK_CLIP,
+    ROUNDED_ROWS,
+    SMALL_MOMENTS,
+    STATE_OFFLOAD,
+)
 
 _PLANNED = "which rank attends to what is planned on the host for every micro-batch"
 _DECIDED = "decisions of routers go through the host"
@@ -140,6 +147,14 @@ MUON_ROWS = (
     Row(MUON, SMALL_MOMENTS, NOT_BUILT, "momentum is kept in float32 or bfloat16"),
 )
 
+_PIECE = "a rank has the keys of its own piece of a row"
+QK_CLIP_ROWS = (
+    Row(QK_CLIP, on.WRAPPED, NOT_BUILT, "only in fsdmoe's own decoders are queries and keys known"),
+    Row(QK_CLIP, on.ANY_GRAPHS, NOT_BUILT, "looking at queries and keys is not captured"),
+    Row(QK_CLIP, on.CONTEXT_PARALLELISM, NOT_BUILT, _PIECE),
+    Row(QK_CLIP, on.DYNAMIC_CONTEXT, NOT_BUILT, _PIECE),
+)
+
 _WITH_GRAPHS = "tests/behaviour/test_graphs_gpu.py"
 TESTED_ROWS = (
     *(
@@ -173,7 +188,7 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 
 REFUSED: tuple[Row, ...] = (
-    *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *MUON_ROWS,
+    *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *MUON_ROWS, *QK_CLIP_ROWS,
     EXPERTS_ELSEWHERE, *OTHER_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(
@@ -181,7 +196,12 @@ _WITH_MUON = tuple(
     for other in (*EXACT, CPU_OFFLOAD, on.RECIPE, on.ADAPTERS)
     if other is not STATE_OFFLOAD
 )
-TABLE: tuple[Row, ...] = (*REFUSED, *TESTED_ROWS, *_WITH_MUON, *_exact_rows(REFUSED))
+_WITH_QK_CLIP = tuple(
+    Row(QK_CLIP, other, RIGHT, "tests/behaviour/optim/test_muon_pairs.py")
+    for other in (*EXACT, CPU_OFFLOAD, MUON)
+    if other not in (on.CONTEXT_PARALLELISM, on.EXCHANGED_HEADS)
+)
+TABLE: tuple[Row, ...] = (*REFUSED, *TESTED_ROWS, *_WITH_MUON, *_WITH_QK_CLIP, *_exact_rows(REFUSED))
 
 
 class ChosenKeys:

@@ -69,6 +69,8 @@ class AttentionContext:
     block: Block | None = None
     """Set, in place of a mask, where rows are whole and the model has sinks, which the mask's attention does
     not know."""
+    document_ids_BS: torch.Tensor | None = None
+    """Of whole rows, for who looks at single queries and keys; none is one document a row."""
 
     @classmethod
     def build(
@@ -86,9 +88,10 @@ class AttentionContext:
             lengths_BS = rotary.lengths(positions_BS, document_ids_BS)
         cos, sin = rotary.tables(positions_BS, lengths_BS)
         if config.has_sinks and split is None:
-            return cls(cos, sin, None, block=_block_of(positions_BS, document_ids_BS))
+            block = _block_of(positions_BS, document_ids_BS)
+            return cls(cos, sin, None, block=block, document_ids_BS=document_ids_BS)
         mask = None if document_ids_BS is None or split is not None else document_mask(document_ids_BS)
-        return cls(cos, sin, mask, split)
+        return cls(cos, sin, mask, split, document_ids_BS=document_ids_BS)
 
     def attend(
         self,

@@ -2,9 +2,10 @@
 
 Three kinds of rows. A step: ``step, tokens, loss, lr, grad_norm, tokens_per_s, tflops, mfu, memory_gib,
 seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures (with the
-``flex`` dispatcher also ``exchange``: how full buffers were, how often they were too small). An evaluation:
-``step, eval_loss``. Operands of quantised layers, on request: ``step, operands``. What is not a finite
-number is written as null, so that every line is valid JSON.
+``flex`` dispatcher also ``exchange``: how full buffers were, how often they were too small; with
+``optim.qk_clip`` also ``attention_logits``: layer name -> the largest). An evaluation: ``step, eval_loss``.
+Operands of quantised layers, on request: ``step, operands``. What is not a finite number is written as null,
+so that every line is valid JSON.
 """
 
 import json
@@ -91,7 +92,8 @@ def row_scalars(row: Row) -> dict[str, float]:
             found[f"experts_{name}/mean"] = sum(known) / len(known)
             found[f"experts_{name}/max"] = max(known)
             found[f"experts_{name}/min"] = min(known)
-    return found
+    logits = [value for value in row.get("attention_logits", {}).values() if value is not None]
+    return found | ({"train/attention_logits": max(logits)} if logits else {})
 
 
 def finite_or_none(value: Any) -> Any:

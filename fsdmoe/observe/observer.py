@@ -233,6 +233,8 @@ class _MainRank:
             row["sources"] = dict(record.sources)
         if record.exchange:
             row["exchange"] = dict(record.exchange)
+        if record.attention_logits:
+            row["attention_logits"] = dict(record.attention_logits)
         if loads:
             row["experts"] = {layer: asdict(figures) for layer, figures in load_figures(loads).items()}
         self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0

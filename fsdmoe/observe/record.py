@@ -81,3 +81,6 @@ class StepRecord:
     """Of the ``flex`` dispatcher: ``fill``, how full the fullest receive buffer of any rank was since the
     last row; since the start, how many steps were ``repeated`` and layers (of evaluations) ``rerouted``
     because rows did not fit."""
+
+    attention_logits: Mapping[str, float] | None = None
+    """With ``optim.qk_clip``: the largest attention logit of each layer, of the sample that was looked at."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fsdmoe.optim.groups import freeze, group_lines
     from fsdmoe.optim.muon import Muon
     from fsdmoe.optim.muon_config import MuonConfig
+    from fsdmoe.optim.qk_clip import QKClip
     from fsdmoe.optim.schedule import learning_rate, set_learning_rates
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Muon",
     "MuonConfig",
     "OptimConfig",
+    "QKClip",
     "build_optimizer",
     "clip_grad_norm",
     "count_state",

@@ -52,6 +52,12 @@ class OptimConfig:
     """With state_offload: of the moments in host memory, the share, 0 to 1, that the device has space for. It
     is copied during backward, the rest during forward. Less saves more memory, and costs time."""
     muon: MuonConfig = field(default_factory=MuonConfig)
+    qk_clip: float = 0.0
+    """The largest attention logit of a head past which its query and key weights are scaled down after the
+    step (MuonClip; Kimi K2 has 100); 0 is off."""
+    qk_clip_rows: int = 128
+    """With qk_clip: queries of each row that logits are taken of, evenly spaced; the length of a row takes
+    all of them."""
     groups: tuple[GroupConfig, ...] = ()
     """Parameters with settings of their own, chosen by patterns over their names: a table [[optim.groups]] a
     group (docs/optimizers.md)."""
@@ -71,6 +77,8 @@ class OptimConfig:
             "eps": (0 < self.eps < inf, "above 0"),
             "weight_decay": (0 <= self.weight_decay < inf, "0 or more"),
             "grad_clip": (self.grad_clip >= 0, "0 or more"),
+            "qk_clip": (0 <= self.qk_clip < inf, "0 or more"),
+            "qk_clip_rows": (self.qk_clip_rows >= 1, "1 or more"),
             "warmup_steps": (self.warmup_steps >= 0, "0 or more"),
             "beta1": (0 <= self.beta1 < 1, "0 to below 1"),
             "beta2": (0 <= self.beta2 < 1, "0 to below 1"),
@@ -128,6 +136,13 @@ STATE_OFFLOAD = Feature(
 STOCHASTIC_ROUNDING = choice("stochastic rounding", "precision.main_rounding", "stochastic", "nearest")
 SGD = choice("SGD", "optim.name", "sgd", "adamw")
 MUON = choice("Muon", "optim.name", "muon", "adamw")
+QK_CLIP = Feature(
+    name="QK-clip",
+    key="optim.qk_clip",
+    shown="above 0",
+    off="0",
+    is_on=lambda chosen: chosen["optim.qk_clip"] > 0,
+)
 SMALL_MOMENTS = Feature(
     name="moments in eight bits", key="optim.moment_dtype", shown='"float8"', off='"float32"',
     is_on=lambda chosen: "float8" in chosen["optim"].moment_dtypes,

@@ -1,4 +1,5 @@
-"""Muon with each other feature: the losses of one process, or a refusal of the table."""
+"""Muon, and what goes with it, with each other feature: the losses of one process, or a refusal of the
+table."""
 
 from __future__ import annotations
 
@@ -25,6 +26,11 @@ pytest.importorskip("peft")
 
 MUONS: dict[str, Any] = {"optim.name": "muon", "optim.muon.ns_dtype": "float32"}
 HERE = "tests/behaviour/optim/test_muon_pairs.py"
+
+
+CLIPPED: dict[str, Any] = MUONS | {
+    "optim.qk_clip": 1e-3, "optim.qk_clip_rows": 5, "model.preset": "tiny-mixtral", "train.steps": 3
+}  # fmt: skip
 
 
 def losses(world: int, **changes: Any) -> list[tuple[float, float]]:
@@ -57,6 +63,35 @@ def test_a_feature_leaves_the_losses_of_muon_as_they_are(feature: Feature) -> No
 @pytest.mark.parametrize("feature", TRAINED, ids=lambda each: each.name)
 def test_every_feature_leaves_the_losses_of_muon_as_they_are(feature: Feature) -> None:
     check(feature)
+
+
+@functools.cache
+def clipped_alone() -> list[tuple[float, float]]:
+    return losses(1, **CLIPPED)
+
+
+def check_clipped(feature: Feature) -> None:
+    keys = {"optim.name": "adamw"} if feature is STATE_OFFLOAD else {}
+    plain = losses(1, **CLIPPED | keys) if keys else clipped_alone()
+    found = losses(max(2, world_of((feature,))), **CLIPPED | SETTINGS[feature] | keys)
+    for mine, alone in zip(found, plain, strict=True):
+        assert mine == pytest.approx(alone, rel=1e-5), feature.name
+
+
+WITH_CLIP = [
+    each for each in (*EXACT, CPU_OFFLOAD) if each not in (on.CONTEXT_PARALLELISM, on.EXCHANGED_HEADS)
+]
+
+
+def test_the_losses_of_clipped_heads_are_those_of_one_process() -> None:
+    assert clipped_alone()[2] != losses(1, **CLIPPED | {"optim.qk_clip": 0})[2]
+    check_clipped(on.TENSOR_PARALLELISM)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", WITH_CLIP, ids=lambda each: each.name)
+def test_every_feature_leaves_the_losses_of_clipped_heads_as_they_are(feature: Feature) -> None:
+    check_clipped(feature)
 
 
 def test_the_table_has_a_row_for_each_of_them() -> None:
