@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from fsdmoe.config import load_config
-from fsdmoe.launch import shutdown
+from fsdmoe.launch.ranks import shutdown
 
 
 def main() -> int:

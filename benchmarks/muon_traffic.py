@@ -26,13 +26,13 @@ from fsdmoe.precision.config import PrecisionConfig
 
 GIB = 2**30
 BYTES = 2
-MESHES: list[tuple[int, dict[str, int]]] = [
+MESHES: list[tuple[int, dict[str, Any]]] = [
     (64, {}), (64, {"ep": 8}), (256, {}), (256, {"ep": 8}), (256, {"ep": 64}),
     (256, {"dp_outer": 4, "ep": 8}),
 ]  # fmt: skip
 
 
-def measure(preset: str, world: int, mesh: dict[str, int]) -> dict[str, Any]:
+def measure(preset: str, world: int, mesh: dict[str, Any]) -> dict[str, Any]:
     source = ModelSource(preset_config(preset), ExpertsConfig(), AdapterConfig(), PrecisionConfig())
     plan = plan_parameters(source, resolve_degrees(MeshConfig(**mesh), world), FSDPConfig())
     params = planned_matrices([group for unit in plan.model.units for group in unit.groups])

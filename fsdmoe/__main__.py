@@ -10,10 +10,10 @@ import importlib
 import os
 import sys
 
-from fsdmoe.launch import launch, run_rank
+from fsdmoe.launch.ranks import launch, run_rank
 from fsdmoe.rules import nearest
 
-_PACKAGES = ("plan", "checkpoint", "observe", "data")
+_PACKAGES = ("plan", "launch", "checkpoint", "observe", "data")
 
 
 def main() -> int:

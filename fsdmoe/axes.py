@@ -82,11 +82,19 @@ class MeshConfig:
     """Expert parallelism: ranks over which the experts of a layer are split. May exceed dp_shard."""
     etp: int = 1
     """Tensor parallelism inside each expert; independent of tp, usually 1."""
+    elastic: bool = False
+    """The degrees are preferences: a start on a number of ranks that they do not fit takes the largest
+    divisors of them that do (docs/many_machines.md). Batches stay the same."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The degrees by name."""
+        return {name: size for name, size in vars(self).items() if name != "elastic"}
 
     def __post_init__(self) -> None:
         problems = [
             f"mesh.{axis}: expected a positive number, got {size}; write 1 to switch the axis off"
-            for axis, size in vars(self).items()
+            for axis, size in self.axes.items()
             if size < 1 and not (axis == "dp_shard" and size == -1)
         ]
         refuse(problems)

@@ -28,6 +28,8 @@ ERRORS = "errors.txt"
 _REPORT_KEY, _PROCESS_KEY = "fsdmoe/error-of-rank-", "fsdmoe/process-of-rank-"
 _REPORT_SECONDS = 2.0
 _ASIDE_SECONDS = 20.0
+_RESTART_ASIDE_SECONDS = 1.0
+"""Where the launcher restarts ranks: the one that was lost may be another node's, of which it never hears."""
 _POLL_SECONDS = 0.05
 _LATER_SECONDS = 3600
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -117,7 +119,8 @@ def stand_aside(received: Sequence[int]) -> bool:
 
     Where signals are caught, the launcher's arrives in ``received``: returns whether one has.
     """
-    deadline = time.monotonic() + (_ASIDE_SECONDS if has_launcher() else 0)
+    seconds = _ASIDE_SECONDS if not will_restart() else _RESTART_ASIDE_SECONDS
+    deadline = time.monotonic() + (seconds if has_launcher() else 0)
     while not received and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return bool(received)
@@ -249,6 +252,11 @@ def _store() -> dist.Store | None:
 def own_rank() -> int:
     """This process's, known before there is a process group."""
     return int(os.environ.get("RANK", "0"))
+
+
+def will_restart() -> bool:
+    """Whether the launcher starts ranks again that have failed."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def has_launcher() -> bool:

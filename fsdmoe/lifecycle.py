@@ -55,6 +55,22 @@ def _largest(number: int, group: dist.ProcessGroup, device: torch.device) -> int
     return int(value.item())
 
 
+STOPPED = "stopped by "
+"""How the status of a run begins that ended at a signal."""
+_AGAIN = 75
+"""Exit code of a rank that its launcher shall start again: ``EX_TEMPFAIL``."""
+
+
+def exit_code(status: str, received: list[int]) -> int:
+    """Of a rank whose run ended in order.
+
+    A signal that only other ranks received is the end of their node, not of the run: where the launcher
+    restarts ranks, this one asks for it.
+    """
+    is_elsewhere = status.startswith(STOPPED) and not received
+    return _AGAIN if is_elsewhere and failures.will_restart() else 0
+
+
 @contextmanager
 def watch_launcher(folder: Path) -> Iterator[None]:
     """Stop as after SIGTERM once the launcher is gone: nobody would end or restart this rank any more."""

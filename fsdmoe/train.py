@@ -24,6 +24,7 @@ from fsdmoe.auto_model import build_any_model
 from fsdmoe.check.self_check import run_self_check, wants_self_check
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import CommandLine, Config, load_config, start_meshes
+from fsdmoe.config.elastic import fit_mesh, told_mesh
 from fsdmoe.feed import Feed, open_data
 from fsdmoe.graphs import build_micro_batches
 from fsdmoe.health.duties import Health
@@ -224,7 +225,7 @@ class Run:
                 assert self.checkpoints.record is not None
                 self._note_event("save", step=step, stall=round(self.checkpoints.record.stall_seconds, 3))
             if asked and not is_last:
-                return f"stopped by {asked}"
+                return f"{lifecycle.STOPPED}{asked}"
         return "finished"
 
     def _go_back(self) -> None:
@@ -258,15 +259,16 @@ class Run:
 
 def train(command: CommandLine) -> int:
     """Train, evaluate or plan as the command line asks; returns the exit code. Collective."""
+    config = fit_mesh(command.config, command.world_size)
     if command.dry_run:
-        return dry_run(command.config, command.world_size, command.problems, command.gpu)
+        return dry_run(config, command.world_size, command.problems, command.gpu)
     command.warn_of_device(has_gpu=torch.cuda.is_available())
     is_main = failures.own_rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     folder = Path(command.config.train.output_dir).expanduser()
     with lifecycle.Ending(folder) as ending:
         choose_kernels(command.config.train.kernels)
-        meshes = start_meshes(command.config)
+        meshes = start_meshes(config)
         failures.register_rank()
         received = [] if command.evaluate_only else ending.catch_signals()
         with lifecycle.watch_launcher(folder):
@@ -278,10 +280,11 @@ def train(command: CommandLine) -> int:
                     dist.destroy_process_group()  # also after a failed check: all ranks are here
                     return code
             locks = run_lock.hold_folders(command, ending)
-            decision = decide_memory(command.config, command.world_size, free_bytes(meshes.device))
-            kept = run_config.keep_config(command, meshes, decision.told)
+            decision = decide_memory(config, command.world_size, free_bytes(meshes.device))
+            decisions = decision.told | told_mesh(command.config, config, command.world_size)
+            kept = run_config.keep_config(command, meshes, decisions)
             trains = not command.evaluate_only
-            run = Run(decision.config, meshes, trains=trains, told=kept.told, decisions=decision.told)
+            run = Run(decision.config, meshes, trains=trains, told=kept.told, decisions=decisions)
             kept.write()  # not earlier where checkpoints are: until they are loaded, the old one is theirs
             locks.guard(run.checkpoints, ending)
             ending.on_close = run.close
@@ -290,7 +293,7 @@ def train(command: CommandLine) -> int:
                 print_evaluation(run.evaluate(), run.progress["step"], is_main=is_main)
             status = "evaluated" if command.evaluate_only else run.loop(received)
             run.checkpoints.close()
-            ending.status, ending.code = status, 0
+            ending.status, ending.code = status, lifecycle.exit_code(status, received)
     return ending.code
 
 

@@ -14,7 +14,7 @@ from fsdmoe import failures, lifecycle
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import lost_peer_message, report_error
-from fsdmoe.launch import shutdown
+from fsdmoe.launch.ranks import shutdown
 from fsdmoe.lifecycle import Ending, signal_of_any_rank
 from fsdmoe.run_lock import LOCK
 from fsdmoe.testing import run_ranks
@@ -185,3 +185,14 @@ def test_a_second_ctrl_c_ends_at_once_however_the_launcher_passes_it_on(
         ending.status = "goes on"
     assert closed == ["interrupted" if ends else "goes on"]
     assert ending.code == (130 if ends else ending.code)
+
+
+def test_a_rank_asks_to_be_started_again_when_only_other_nodes_were_told_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert lifecycle.exit_code("stopped by SIGTERM", received=[]) == 75
+    assert lifecycle.exit_code("stopped by SIGTERM", received=[15]) == 0
+    assert lifecycle.exit_code("finished", received=[]) == 0
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert lifecycle.exit_code("stopped by SIGTERM", received=[]) == 0, "nobody would start it"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdmoe.config.checks import cross_problems
+from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.hf import apply_hf, apply_hf_data
 from fsdmoe.config.removed import without_removed_keys, without_removed_options
 from fsdmoe.config.schema import SECTIONS, Config
@@ -39,6 +40,7 @@ def build_config(
         The configuration; ``None`` when something is wrong.
     """
     config, wrong = compose(mapping, overrides, problems, needs_data=needs_data)
+    config = fit_mesh(config, world_size)
     # Nothing is concluded from a default that stands in for a wrong value.
     problems.extend(line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys))
     return None if problems else config

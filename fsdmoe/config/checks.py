@@ -33,12 +33,18 @@ _DENSE_AXES = ("mesh.dp_outer", "mesh.dp_shard", "mesh.cp", "mesh.tp")
 
 def cross_problems(config: Config, world_size: int) -> Findings:
     """Each finding with the keys that it follows from."""
-    problems = _mesh_problems(config, world_size) + _attention_problems(config, world_size)
+    problems = mesh_problems(config, world_size)
+    problems += [((row.feature.key, row.other.key), line) for row, line in check_compatibility(config)]
+    return problems + _policy_problems(config)
+
+
+def mesh_problems(config: Config, world_size: int) -> Findings:
+    """What keeps so many ranks from being divided by the mesh of this configuration."""
+    problems = _divided_ranks(config, world_size) + _attention_problems(config, world_size)
     if config.model.hf is not None:
         contexts = ("context_parallel.dynamic", "context_parallel.varlen")
         problems += asked(check_attention, config, keys=("mesh.cp", "mesh.tp", *contexts, "data.seq_len"))
-    problems += [((row.feature.key, row.other.key), line) for row, line in check_compatibility(config)]
-    return problems + _policy_problems(config)
+    return problems
 
 
 def asked(rule: Callable[..., object], *args: Any, keys: tuple[str, ...] = (), **kwargs: Any) -> Findings:
@@ -51,10 +57,10 @@ def asked(rule: Callable[..., object], *args: Any, keys: tuple[str, ...] = (), *
     return []
 
 
-def _mesh_problems(config: Config, world_size: int) -> Findings:
+def _divided_ranks(config: Config, world_size: int) -> Findings:
     """What the ranks cannot be divided into, and what cannot be divided over them."""
     model, mesh, train = config.model, config.mesh, config.train
-    axes = tuple(f"mesh.{axis}" for axis in vars(mesh))
+    axes = tuple(f"mesh.{axis}" for axis in mesh.axes)
     problems = asked(resolve_degrees, mesh, world_size, keys=axes)
     experts, width = ("model.num_experts", "model.preset"), ("model.moe_intermediate_size", "model.preset")
     problems += asked(experts_per_rank, model.num_experts, mesh.ep, keys=experts)

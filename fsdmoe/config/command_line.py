@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from fsdmoe.config.build import compose
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
+from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.help import help_text
 from fsdmoe.config.host import meeting_problems, memory_problems
 from fsdmoe.config.kept import KEPT, open_run, origins_of
@@ -30,6 +31,7 @@ class CommandLine:
     """The configuration, and what else the command line asked for."""
 
     config: Config
+    """As it was written; an elastic mesh is yet to be fitted to the ranks (``fit_mesh``)."""
     dry_run: bool
     world_size: int
     evaluate_only: bool = False
@@ -92,7 +94,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     is_elsewhere = "--files-elsewhere" in flags
     name = Path(flags["--config"]).stem if "--config" in flags else ""
     config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere, name=name)
-    problems += [line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys)]
+    fitted = fit_mesh(config, world_size)
+    problems += [line for keys, line in cross_problems(fitted, world_size) if wrong.isdisjoint(keys)]
     if "--print-config" in flags:
         _print_config(config, problems)
     found: Problems = []
@@ -100,7 +103,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         findings = disk_findings(config, is_plan=is_plan, is_refused=bool(problems))
         found += [line for keys, line in findings if wrong.isdisjoint(keys)]
     if not is_plan and not problems and "--evaluate-only" not in flags:
-        found += meeting_problems() or memory_problems(config, world_size)
+        found += meeting_problems() or memory_problems(fitted, world_size)
     # What this machine's devices cannot do says nothing of the machine that is planned for.
     if not is_plan and not problems and "--evaluate-only" not in flags and config.train.graphs != "none":
         import torch  # the only one that knows of its devices

@@ -74,7 +74,7 @@ def write_hf(folder: Path) -> None:
 SABOTAGE = """
 import os, sys
 from fsdmoe import train
-from fsdmoe.launch import run_rank
+from fsdmoe.launch.ranks import run_rank
 last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 step = train.Run.train_step
 def full(name, file):

@@ -2,6 +2,14 @@
 
 torchrun's options go before or between those of ``train.py``. What torchrun prints about ranks that fail is
 left out: a rank says its cause itself, and one that was killed left it in a file.
+
+With ``--nnodes MIN:MAX`` the run is elastic. From the loss of a node to the next step it takes, at most::
+
+    1 s      its ranks see that their launcher is gone, or the others that a connection is closed
+    1 s      these end, and their launchers see it
+    5 s      the lost launcher's heartbeats expire       (concurrently with the two above)
+    5 s      the last call of the rendezvous: nodes that come within it take part
+    the rest is the start of Python and torch, and the load of the last checkpoint
 """
 
 from __future__ import annotations
@@ -9,19 +17,27 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fsdmoe.config import CommandLine, load_config
+from fsdmoe.config import CommandLine, Config, load_config
+from fsdmoe.config.checks import mesh_problems
 from fsdmoe.config.command_line import CHECKED
+from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.host import num_gpus
 
 _OPTIONS = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
-    "--rdzv-endpoint", "--rdzv-id", "--max-restarts",
+    "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts",
 )  # fmt: skip
 _MEETING = ("--master-addr", "--rdzv-endpoint")
 """Without them all ranks are on this host."""
+_ELASTIC = {"--rdzv-backend": "c10d", "--max-restarts": "1000"}
+_ELASTIC_WAITS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
+"""torchrun's own defaults add up to 45 s."""
+_FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Ranks that are started again meet in a store of their own: in one that is kept, torch 2.13 hands them the
+addresses of those before."""
 
 
 def run_rank(arguments: Sequence[str]) -> int:
@@ -30,23 +46,42 @@ def run_rank(arguments: Sequence[str]) -> int:
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """A run with all its ranks on this host: as many as it has GPUs, or one; returns the exit code."""
+    """A run with the ranks of this host: as many as it has GPUs, or one; returns the exit code."""
     options, rest = split_options(arguments)
     num_ranks = options.setdefault("--nproc-per-node", str(max(1, num_gpus())))
-    hosts = options.get("--nnodes", "1")
-    if not (num_ranks.isdecimal() and hosts.isdecimal() and int(num_ranks) * int(hosts)):
+    fewest, colon, most = options.get("--nnodes", "1").partition(":")
+    hosts = [fewest, most] if colon else [fewest]
+    if not all(number.isdecimal() and int(number) for number in (num_ranks, *hosts)):
         print(
-            f"fsdmoe: --nproc-per-node: expected a number of ranks, got {num_ranks!r} on {hosts!r} hosts; "
-            "write numbers above 0",
+            f"fsdmoe: --nproc-per-node: expected a number of ranks, got {num_ranks!r} on "
+            f"{options.get('--nnodes', '1')!r} hosts; write numbers above 0",
             file=sys.stderr,
         )
         return 2
     os.environ.setdefault("LOCAL_WORLD_SIZE", num_ranks)  # what this host must hold
-    command = load_config(rest, world_size=int(num_ranks) * int(hosts))
-    if command.dry_run or command.world_size == 1:
+    command = load_config(rest, world_size=int(num_ranks) * int(hosts[-1]))
+    if colon:
+        found = problems_of_fewer(command.config, range(int(hosts[0]), int(hosts[-1])), int(num_ranks))
+        if found:
+            print(*(f"fsdmoe: {line}" for line in found), sep="\n", file=sys.stderr)
+            return 2
+        options = _ELASTIC | options
+        options["--rdzv-conf"] = ",".join(filter(None, [_ELASTIC_WAITS, options.get("--rdzv-conf")]))
+    elif command.dry_run or command.world_size == 1:
         return _train(command)
     command.say_what_comes()
     return _start_ranks(options, rest)
+
+
+def problems_of_fewer(config: Config, hosts: Iterable[int], ranks_per_host: int) -> list[str]:
+    """Why an elastic run could not go on with one of these numbers of hosts; a line each."""
+    found = []
+    for number in hosts:
+        world_size = number * ranks_per_host
+        if problems := mesh_problems(fit_mesh(config, world_size), world_size):
+            fix = "" if config.mesh.elastic else "; or set mesh.elastic = true, to take degrees that fit"
+            found.append(f"--nnodes: with {number} hosts of {ranks_per_host} ranks: {problems[0][1]}{fix}")
+    return found
 
 
 def _train(command: CommandLine) -> int:
@@ -76,6 +111,8 @@ def _start_ranks(options: dict[str, str], arguments: Sequence[str]) -> int:
     alone = [] if any(option in options for option in _MEETING) else ["--standalone"]
     given = [word for option in options.items() for word in option]
     os.environ[CHECKED] = "1"
+    if options.get("--max-restarts", "0") != "0":
+        os.environ.setdefault(_FRESH_STORE, "1")
     logging.disable(logging.ERROR)  # this process says one thing: the cause
     try:
         # what follows -- is not torchrun's: its parser would take --run for one of its own options

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fsdmoe import launch
 from fsdmoe.__main__ import main as command
 from fsdmoe.config.command_line import CHECKED
+from fsdmoe.launch import ranks
 from tests.support.scripts import run_program
 
 QUICK = ["--config", "configs/quickstart.toml"]
@@ -28,7 +28,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_options_of_torchrun_may_stand_anywhere() -> None:
     words = ["--nproc_per_node=4", *QUICK, "--nnodes", "2", "--mesh.ep", "4"]
-    assert launch.split_options(words) == (
+    assert ranks.split_options(words) == (
         {"--nproc-per-node": "4", "--nnodes": "2"},
         [*QUICK, "--mesh.ep", "4"],
     )
@@ -37,12 +37,12 @@ def test_options_of_torchrun_may_stand_anywhere() -> None:
 def test_a_refused_configuration_starts_no_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "_start_ranks", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(ranks, "_start_ranks", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as end:
-        launch.launch(["--nproc-per-node", "2", *QUICK, "--lr", "1"])
+        ranks.launch(["--nproc-per-node", "2", *QUICK, "--lr", "1"])
     assert end.value.code == 2
     assert capsys.readouterr().err == "fsdmoe: --lr: unknown option; did you mean optim.lr?\n"
-    assert launch.launch(["--nproc-per-node", "many"]) == 2
+    assert ranks.launch(["--nproc-per-node", "many"]) == 2
     assert "--nproc-per-node: expected a number of ranks, got 'many'" in capsys.readouterr().err
 
 
@@ -65,7 +65,7 @@ def test_a_killed_rank_s_cause_is_said_and_what_a_rank_said_is_not_repeated(
 
     monkeypatch.setattr(torch.distributed.run, "run", fail)
     capsys.readouterr()
-    assert launch._start_ranks({"--nproc-per-node": "2"}, QUICK) == code
+    assert ranks._start_ranks({"--nproc-per-node": "2"}, QUICK) == code
     assert capsys.readouterr().err == said
 
 
@@ -74,7 +74,7 @@ def test_options_that_begin_as_torchrun_s_own_reach_the_ranks(monkeypatch: pytes
     started: list[argparse.Namespace] = []
     monkeypatch.setattr(torch.distributed.run, "run", started.append)
     words = ["--run", "runs/ep2", "--log", "1"]
-    assert launch._start_ranks({"--nproc-per-node": "2"}, words) == 0
+    assert ranks._start_ranks({"--nproc-per-node": "2"}, words) == 0
     assert started[0].nproc_per_node == "2"
     assert [started[0].training_script, *started[0].training_script_args] == ["fsdmoe", "train", *words]
 
@@ -85,7 +85,7 @@ def test_commands_of_packages_are_run_and_others_are_answered_with_them(
     for words, said in (
         (["plan"], "fsdmoe: model and --gpus: expected both"),
         (["observe", "compare", "nowhere"], "fsdmoe: nowhere"),
-        (["compare"], "choose one of train, plan, checkpoint, observe, data\n"),
+        (["compare"], "choose one of train, plan, launch, checkpoint, observe, data\n"),
     ):
         monkeypatch.setattr("sys.argv", ["fsdmoe", *words])
         assert command() == 2

@@ -1,0 +1,147 @@
+"""``fsdmoe launch --on slurm --nodes 4 --gpus-per-node 8 --config run.toml``: a job that trains on a cluster.
+
+Checks the mesh against the nodes, writes the job's files into the folder ``launch`` of the run, and submits
+them with ``--submit``. What is not an option below goes to ``fsdmoe train``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fsdmoe.config import CommandLine, load_config
+from fsdmoe.errors import ConfigError
+from fsdmoe.launch import kubernetes, ray_train, skypilot, slurm
+from fsdmoe.launch.job import ClusterJob, mesh_warnings, require_mesh, write_files
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when the job is written (and submitted), 2 when it is refused, else what the submission returns."""
+    options, others = parser().parse_known_args(arguments)
+    rest = [
+        part for word in others for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+    ]
+    try:
+        job, command = read_job(options, rest)
+        require_mesh(job, command.config)
+        for line in mesh_warnings(job, command, options.gpu):
+            print(f"fsdmoe: warning: {line}", file=sys.stderr)
+        files, submission = _WRITERS[options.on](job, options)
+    except ConfigError as error:
+        print(*(f"fsdmoe: {line}" for line in error.problems), sep="\n", file=sys.stderr)
+        return 2
+    written = write_files(job, files)
+    words = [*submission, str(written[-1])]
+    print(f"written: {', '.join(map(str, written))}")
+    if not options.submit:
+        print(f"submit it: {' '.join(words)}")
+        return 0
+    try:
+        return subprocess.run(words, check=False).returncode
+    except FileNotFoundError:
+        print(f"fsdmoe: --submit: expected the program {words[0]!r}, which is not here", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; those of one engine are ignored by the others."""
+    made = argparse.ArgumentParser(prog="fsdmoe launch", description=__doc__, allow_abbrev=False)
+    made.add_argument("--on", required=True, choices=sorted(_WRITERS), help="what starts the job")
+    made.add_argument("--nodes", required=True, help="how many; MIN:MAX goes on with fewer (mesh.elastic)")
+    made.add_argument("--gpus-per-node", type=int, required=True, metavar="G", help="one rank each")
+    made.add_argument("--cpu", action="store_true", help="ranks without GPUs: asks for nodes alone")
+    made.add_argument("--gpu", default="h100", help="its kind, for predictions and skypilot (default: h100)")
+    made.add_argument("--submit", action="store_true", help="submit the job too")
+    slurm_options = made.add_argument_group("slurm")
+    slurm_options.add_argument("--time", default="24:00:00", help="limit of an attempt (default: 24:00:00)")
+    slurm_options.add_argument("--lead", type=int, default=300, help="save so many seconds before it (300)")
+    slurm_options.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="any other")
+    others = made.add_argument_group("kubernetes and skypilot")
+    others.add_argument("--image", default="", help="kubernetes: with fsdmoe in it")
+    others.add_argument("--plain", action="store_true", help="kubernetes: an Indexed Job, without Kubeflow")
+    others.add_argument("--shared", default="", metavar="NAME:FOLDER", help="a volume claim, or bucket")
+    return made
+
+
+def read_job(options: argparse.Namespace, rest: Sequence[str]) -> tuple[ClusterJob, CommandLine]:
+    """The job, and its configuration as checked for all nodes.
+
+    Raises:
+        ConfigError: A number is none.
+    """
+    fewest, colon, most = options.nodes.partition(":")
+    counts = [fewest, most if colon else fewest]
+    if not all(number.isdecimal() and int(number) for number in counts) or options.gpus_per_node < 1:
+        raise ConfigError(
+            f"--nodes and --gpus-per-node: expected numbers above 0, or MIN:MAX nodes, got {options.nodes!r} "
+            f"and {options.gpus_per_node}; write --nodes 4 --gpus-per-node 8"
+        )
+    if "--config" not in rest:
+        raise ConfigError("--config: expected the file of a run, got none; write --config FILE.toml")
+    world_size = int(counts[-1]) * options.gpus_per_node
+    command = load_config([*rest, "--dry-run", "--files-elsewhere"], world_size)
+    job = ClusterJob(
+        config_name=Path(command.source).stem,
+        min_nodes=int(counts[0]),
+        nodes=int(counts[-1]),
+        ranks_per_node=options.gpus_per_node,
+        has_gpus=not options.cpu,
+        arguments=tuple(rest),
+        folder=Path(command.config.train.output_dir).expanduser().resolve() / "launch",
+    )
+    return job, command
+
+
+Files = tuple[list[tuple[str, str]], list[str]]
+"""Names and texts, and the command that submits the last of them."""
+
+
+def _slurm(job: ClusterJob, options: argparse.Namespace) -> Files:
+    text = slurm.script(
+        job, limit=options.time, lead=options.lead, python=sys.executable, extra=options.sbatch
+    )
+    return [("job.sbatch", text)], ["sbatch"]
+
+
+def _kubernetes(job: ClusterJob, options: argparse.Namespace) -> Files:
+    if not options.image:
+        raise ConfigError("--image: expected the container image of the job, got none; name one")
+    at = job.arguments.index("--config") + 1
+    inside = (*job.arguments[:at], kubernetes.CONFIG_FILE.format(job.config_name), *job.arguments[at + 1 :])
+    text = Path(job.arguments[at]).read_text(encoding="utf-8")
+    job = replace(job, arguments=inside)
+    given = {"image": options.image, "config": text, "claim": options.shared}
+    if options.plain or job.is_elastic:
+        objects = kubernetes.indexed_job(job, **given)
+    else:
+        objects = [kubernetes.train_job(job, **given)]
+    whole = objects[0] if len(objects) == 1 else {"apiVersion": "v1", "kind": "List", "items": objects}
+    return [("job.json", json.dumps(whole, indent=2) + "\n")], ["kubectl", "apply", "-f"]
+
+
+def _ray(job: ClusterJob, _: argparse.Namespace) -> Files:
+    return [("ray_job.py", ray_train.script(job))], [
+        "ray",
+        "job",
+        "submit",
+        "--working-dir",
+        ".",
+        "--",
+        "python",
+    ]
+
+
+def _skypilot(job: ClusterJob, options: argparse.Namespace) -> Files:
+    text = skypilot.task(job, gpu=options.gpu, bucket=options.shared)
+    return [("task.yaml", text)], ["sky", "jobs", "launch", "--yes"]
+
+
+_WRITERS = {"slurm": _slurm, "kubernetes": _kubernetes, "ray": _ray, "skypilot": _skypilot}
+
+if __name__ == "__main__":
+    sys.exit(main())

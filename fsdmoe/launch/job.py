@@ -1,0 +1,110 @@
+"""A run on a cluster: what every engine needs to know of it, and whether its mesh fits the nodes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdmoe.config import CommandLine, Config
+from fsdmoe.errors import ConfigError
+from fsdmoe.launch.ranks import problems_of_fewer
+
+PORT = 29400
+"""Where launchers meet, on a node that runs nothing else."""
+_NODE = 8
+"""GPUs of the largest node whose NVLink ends with it; larger domains span nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterJob:
+    """One run, whatever starts it."""
+
+    config_name: str
+    """Of its file, without the ending."""
+    min_nodes: int
+    nodes: int
+    ranks_per_node: int
+    has_gpus: bool
+    """False: ranks compute on CPUs, and only nodes are asked for."""
+    arguments: tuple[str, ...]
+    """For ``fsdmoe train``."""
+    folder: Path
+    """Of the job's files and logs."""
+
+    @property
+    def name(self) -> str:
+        """As all engines take it: small letters, digits and dashes."""
+        return re.sub("[^a-z0-9]+", "-", self.config_name.lower()).strip("-")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it goes on with fewer nodes."""
+        return self.min_nodes < self.nodes
+
+    def train(self, python: str, **options: str) -> str:
+        """The shell line of one node's launcher. Values of ``options`` may name shell variables."""
+        given = {"nproc_per_node": str(self.ranks_per_node)} | options
+        words = [f"--{key.replace('_', '-')} {value}" for key, value in given.items()]
+        return " ".join([python, "-m fsdmoe train", *words, shlex.join(self.arguments)])
+
+
+def require_mesh(job: ClusterJob, config: Config) -> None:
+    """Refuse a run that could not go on after an interruption, or on fewer nodes.
+
+    Raises:
+        ConfigError: Names every key and number of nodes.
+    """
+    problems = problems_of_fewer(config, range(job.min_nodes, job.nodes), job.ranks_per_node)
+    checkpoint = config.checkpoint
+    if checkpoint.interval < 0:
+        problems.append(
+            f"checkpoint.interval: expected saves, from which a job resumes, got {checkpoint.interval}; set "
+            "0 (at the end and on a signal) or more"
+        )
+    if checkpoint.load == "none":
+        problems.append(
+            'checkpoint.load: expected "latest", got "none": every start of the job would begin anew; drop it'
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str) -> list[str]:
+    """What exchanges activations beyond the NVLink of a node, with its predicted price."""
+    mesh, per_node = command.config.mesh, job.ranks_per_node
+    ranks = {"mesh.ep": mesh.ep * mesh.etp, "mesh.tp": mesh.tp * mesh.cp}
+    if not job.has_gpus or max(ranks.values()) <= per_node:
+        return []
+    from fsdmoe.plan.hardware import gpu_named  # not above: plans load torch, which takes seconds
+    from fsdmoe.plan.job import Job, Setting
+    from fsdmoe.plan.step_time import estimate_time
+
+    gpu = gpu_named(gpu_name)
+    domain = gpu.domain if gpu.domain > _NODE else per_node
+    setting, planned = Setting.of(command.config, command.world_size), Job.of(command.config)
+    lines = []
+    for key, size in ranks.items():
+        if size > domain:
+            here, inside = (
+                estimate_time(planned, setting, replace(gpu, domain=each)).total for each in (domain, size)
+            )
+            lines.append(
+                f"{key}: {size} ranks exchange activations in every layer, and NVLink joins {domain}: a step "
+                f"is predicted to take {here:.2f} s on {gpu.name}, {inside:.2f} s inside of one domain; set "
+                f"{key} so that it stays within {domain} ranks, or name the GPU with --gpu"
+            )
+    return lines
+
+
+def write_files(job: ClusterJob, files: Sequence[tuple[str, str]]) -> list[Path]:
+    """The job's files, by name, in its folder."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, text in files:
+        path = job.folder / name
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written

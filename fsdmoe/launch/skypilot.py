@@ -1,0 +1,48 @@
+"""A SkyPilot task: a managed job whose spot instances are replaced, after which the run goes on."""
+
+from __future__ import annotations
+
+from fsdmoe.launch.job import PORT, ClusterJob
+
+_TASK = """\
+# Written by fsdmoe launch. Submit it: sky jobs launch {path}
+name: {name}
+num_nodes: {nodes}
+resources:
+{resources}  use_spot: true
+  job_recovery:
+    max_restarts_on_errors: 3
+workdir: .
+{mounts}setup: |
+  pip install .
+run: |
+  {train}
+"""
+
+
+def task(job: ClusterJob, *, gpu: str, bucket: str = "") -> str:
+    """The task's YAML.
+
+    Args:
+        job: The run.
+        gpu: The name of the accelerator.
+        bucket: NAME:FOLDER, a bucket that is mounted there: what outlives the instances.
+    """
+    train = job.train(
+        "python",
+        nproc_per_node=str(job.ranks_per_node),
+        nnodes='"$SKYPILOT_NUM_NODES"',
+        node_rank='"$SKYPILOT_NODE_RANK"',
+        master_addr='"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"',
+        master_port=str(PORT),
+    )
+    name, _, folder = bucket.partition(":")
+    mounts = f"file_mounts:\n  {folder}:\n    name: {name}\n    mode: MOUNT\n" if bucket else ""
+    return _TASK.format(
+        path=job.folder / "task.yaml",
+        name=job.name,
+        nodes=job.nodes,
+        resources=f"  accelerators: {gpu.upper()}:{job.ranks_per_node}\n" if job.has_gpus else "",
+        mounts=mounts,
+        train=train,
+    )

@@ -1,0 +1,199 @@
+"""Elastic runs whose launchers are killed at random moments::
+
+    python -m tests.support.elastic_kills --kills 20 --seed 1
+
+Two launchers of one rank each train a tiny model with ``mesh.ep = 2``. One of them is killed (SIGKILL) at a
+random moment; the other goes on alone, with ``ep = 1``, until a new one has joined it. At the end all losses
+are compared with those of one process that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from fsdmoe.observe.metrics import read_metrics
+from fsdmoe.testing import NO_GPU
+from tests.support.scripts import IMPORTS_ROOT, ROOT
+
+TOML = """
+[model]
+preset = "tiny-qwen3"
+vocab_size = 264
+[precision]
+param_dtype = "float32"
+[data]
+kind = "python-stdlib"
+max_bytes = 100_000
+seq_len = 32
+[experts.balance]
+micro_batch = 0.01
+[optim]
+lr = 1e-4
+warmup_steps = 2
+[observe]
+tensorboard = false
+progress = "off"
+log_interval = 1
+[checkpoint]
+interval = 5
+[mesh]
+ep = 2
+elastic = true
+[train]
+global_batch_size = 8
+micro_batch_size = 2
+eval_interval = -1
+"""
+
+
+def write_config(folder: Path, steps: int, name: str = "run") -> Path:
+    """A configuration whose run is in the folder, under the same name."""
+    path = folder / f"{name}.toml"
+    path.write_text(f'{TOML}steps = {steps}\noutput_dir = "{folder / name}"\n')
+    return path
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Of the steps so far, by step."""
+    if not (run / "metrics.jsonl").exists():
+        return {}
+    return {row["step"]: row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row}
+
+
+def uninterrupted(folder: Path, steps: int) -> dict[int, float]:
+    """The losses of one process."""
+    config = write_config(folder, steps, "uninterrupted")
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdmoe", "train", "--config", str(config), "--checkpoint.interval", "-1"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return losses(folder / "uninterrupted")
+
+
+def environment(**others: str) -> dict[str, str]:
+    """Of programs that are started here."""
+    return os.environ | NO_GPU | IMPORTS_ROOT | {"OMP_NUM_THREADS": "1"} | others
+
+
+def differences(found: dict[int, float], expected: dict[int, float]) -> float:
+    """The largest of any step."""
+    assert found.keys() == expected.keys(), (sorted(found), len(expected))
+    return max(abs(found[step] - loss) for step, loss in expected.items())
+
+
+class ElasticRun:
+    """A store and launchers of one rank, which are processes of this one; all are ended on exit."""
+
+    def __init__(self, config: Path) -> None:
+        self.run = config.with_suffix("")
+        self._config, self._log = config, config.with_suffix(".log")
+        self._store = self._start("fsdmoe.launch.store", "--port", "0", stdout=subprocess.PIPE)
+        assert self._store.stdout is not None
+        self._port = self._store.stdout.readline().split()[-1].decode()
+        self.launchers = [self.launch(), self.launch()]
+
+    def __enter__(self) -> ElasticRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (*self.launchers, self._store):
+            process.terminate()
+        for process in (*self.launchers, self._store):
+            process.wait()
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """One more launcher."""
+        meeting = (
+            "--rdzv-endpoint",
+            f"localhost:{self._port}",
+            "--rdzv-id",
+            "kills",
+            "--rdzv-conf",
+            "is_host=0",
+        )
+        given = ("--nnodes", "1:2", "--nproc-per-node", "1", *meeting, "--config", str(self._config))
+        return self._start("fsdmoe", "train", *given)
+
+    def _start(self, module: str, *words: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                cwd=ROOT, env=environment(), stdout=stdout or log, stderr=log,
+            )  # fmt: skip
+
+    @property
+    def last_step(self) -> int:
+        return max(losses(self.run), default=0)
+
+    @property
+    def starts(self) -> list[str]:
+        """How many ranks each start had."""
+        text = self._log.read_text()
+        return [line.partition(" x CPU")[0].split()[-1] for line in text.splitlines() if " x CPU" in line]
+
+    def wait_for(self, what: str, is_true: object, seconds: float = 120.0) -> None:
+        """Poll, also for a launcher that has ended before its time."""
+        deadline = time.monotonic() + seconds
+        while not is_true():  # type: ignore[operator]
+            assert time.monotonic() < deadline, (
+                f"{what}: not within {seconds} s\n{self._log.read_text()[-4000:]}"
+            )
+            time.sleep(0.05)
+
+    def kill(self, victim: int) -> float:
+        """Kill a launcher; returns the seconds until the next step was done."""
+        before = self.last_step
+        number = len(self.starts)
+        self.launchers[victim].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        self.launchers.pop(victim).wait()
+        self.wait_for("restart", lambda: len(self.starts) > number)
+        resumed = self.last_step
+        self.wait_for("step", lambda: self.last_step > min(before, resumed))
+        return time.monotonic() - began
+
+
+def kill_often(folder: Path, *, kills: int, seed: int, steps: int) -> tuple[list[float], float]:
+    """Seconds from each kill to the next step, and the largest difference of any loss."""
+    chance = random.Random(seed)
+    seconds = []
+    with ElasticRun(write_config(folder, steps)) as run:
+        for number in range(kills):
+            run.wait_for("two ranks", lambda: run.starts[-1:] == ["2"])
+            first = run.last_step
+            target = first + chance.randint(0, 5)
+            run.wait_for(f"step {target}", lambda target=target: run.last_step >= target)
+            time.sleep(chance.random())
+            seconds.append(run.kill(chance.randrange(2)))
+            print(f"kill {number + 1}: after step {target}, next step {seconds[-1]:.1f} s later", flush=True)
+            if number + 1 < kills:
+                run.launchers.append(run.launch())
+        assert run.launchers[0].wait(600) == 0, run._log.read_text()[-4000:]
+    return seconds, differences(losses(run.run), uninterrupted(folder, steps))
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--kills", type=int, default=20)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--steps", type=int, help="of the run; default: 20 for each kill")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = given.steps or 20 * given.kills
+        seconds, difference = kill_often(Path(folder), kills=given.kills, seed=given.seed, steps=steps)
+    print(json.dumps({"kills": len(seconds), "slowest_s": max(seconds), "largest_difference": difference}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
