@@ -273,8 +273,8 @@ def train(command: CommandLine) -> int:
         received = [] if command.evaluate_only else ending.catch_signals()
         with lifecycle.watch_launcher(folder):
             failures.expect_kill()
-            if command.check_only or (wants_self_check(command.config, meshes) and not command.evaluate_only):
-                code = run_self_check(command.config, meshes, only=command.check_only)
+            if command.check_only or (wants_self_check(config, meshes) and not command.evaluate_only):
+                code = run_self_check(config, meshes, only=command.check_only)
                 if command.check_only:
                     ending.status, ending.code = "checked", code
                     dist.destroy_process_group()  # also after a failed check: all ranks are here
