@@ -87,13 +87,13 @@ class ClipDuty(StepDuty):
         self._clip = clip
 
     def discard(self) -> None:
-        self._clip.forget()
+        self._clip.clear()
 
     def after_update(self, loads_LE: Tensor) -> None:
         self._clip.step()
 
     def figures(self, *, is_logged: bool) -> dict[str, Any]:
-        self._clip.forget()  # of a step that was skipped
+        self._clip.clear()  # of a step that was skipped
         if not is_logged:
             return {}
         largest = enumerate(self._clip.largest())

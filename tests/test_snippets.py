@@ -31,6 +31,7 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 SHELL = {
     "[",
     "cat",
+    "curl",
     "do",
     "done",
     "export",

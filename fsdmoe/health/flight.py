@@ -44,14 +44,21 @@ def open_collectives(found: Sequence[Mapping[str, Any]]) -> Record:
     """By group: the number and the name of its newest collective, whether this rank still waits in it, and
     the group's ranks."""
     newest = {each["process_group"][0]: each for each in found}
+    ranks = {group: _ranks_of(group) for group in newest}
     return {
-        group: [each["collective_seq_id"], _name(each), not each["retired"], _ranks_of(group)]
+        group: [each["collective_seq_id"], _name(each), not each["retired"], ranks[group]]
         for group, each in newest.items()
+        if ranks[group]
     }
 
 
 def _ranks_of(group: str) -> list[int]:
-    return dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[arg-type]
+    """None of a group that was destroyed; the recorder keeps its entries."""
+    try:
+        found = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    except RuntimeError:
+        return []
+    return dist.get_process_group_ranks(found)
 
 
 def _name(entry: Mapping[str, Any]) -> str:

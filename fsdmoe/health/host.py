@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ def share_of_cores(near: Sequence[set[int]], rank: int) -> set[int]:
 def _cores_near(gpu: int, allowed: set[int]) -> set[int]:
     """By the PCIe topology, as far as the system tells it."""
     try:
-        found = torch.cuda.get_device_properties(gpu)
+        found: Any = torch.cuda.get_device_properties(gpu)
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         near = numbers_in((_PCI / address / "local_cpulist").read_text().strip())
     except (OSError, ValueError, AttributeError, RuntimeError, AssertionError):

@@ -107,9 +107,9 @@ class QKClip:
             for each in scaled:
                 each.multiply(factor_H)
         self._seen = self._flat.clone()
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop what was seen: the step is not taken."""
         self._flat.fill_(-torch.inf)
 

@@ -193,7 +193,7 @@ def in_home(home: str) -> list[str]:
 def test_a_tilde_is_the_home_folder_for_the_run_and_the_model(tmp_path: Path) -> None:
     folder_of(tmp_path)
     (names,) = run_ranks(in_home, 1, str(tmp_path))
-    assert names == ["checkpoints", "loss.svg", "metrics.jsonl", "summary.txt"]
+    assert names == ["checkpoints", "events.jsonl", "loss.svg", "metrics.jsonl", "summary.txt"]
 
 
 def test_a_folder_without_weights_is_refused_by_its_key(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_commands_of_packages_are_run_and_others_are_answered_with_them(
     for words, said in (
         (["plan"], "fsdmoe: model and --gpus: expected both"),
         (["observe", "compare", "nowhere"], "fsdmoe: nowhere"),
-        (["compare"], "choose one of train, plan, launch, checkpoint, observe, data\n"),
+        (["compare"], "choose one of train, check, plan, launch, checkpoint, observe, data\n"),
     ):
         monkeypatch.setattr("sys.argv", ["fsdmoe", *words])
         assert command() == 2

@@ -52,7 +52,7 @@ class Command:
         words = list(self.words)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             del words[0]
-        if words[:2] == ["fsdmoe", "train"]:
+        if words[:2] in (["fsdmoe", "train"], ["fsdmoe", "check"]):
             return ("train.py", *split_options(words[2:])[1])
         if words and words[0] in ("torchrun", "python", "python3"):
             launcher = words.pop(0)
