@@ -200,6 +200,23 @@ class Recording:
                 found[kind][here] = part
         return found
 
+    def loads(self) -> Tensor:
+        """``[S, L, E]``: choices of each expert in each layer, by step: files of one step, as
+        ``experts.record`` names them, count together."""
+        found: dict[str, Tensor] = {}
+        for file, table in self._tables.items():
+            ids_LN = table.tensors["ids"].long().movedim(1, 0).flatten(1)
+            if (ids_LN >= self.num_experts).any():
+                raise ConfigError(
+                    f"replay: {file}: expected experts below {self.num_experts}; record it again"
+                )
+            places = torch.where(ids_LN < 0, self.num_experts, ids_LN)
+            loads_LE = places.new_zeros(len(ids_LN), self.num_experts + 1)
+            loads_LE.scatter_add_(1, places, torch.ones_like(places))
+            step = Path(file).name.partition("-rank-")[0]
+            found[step] = found.get(step, 0) + loads_LE[:, :-1]
+        return torch.stack(list(found.values()))
+
     def _locate(self, origin: Origin) -> tuple[np.ndarray, np.ndarray]:
         """File and row of every token; -1 for padding."""
         document_T, offset_T = origin.document.numpy(), origin.offset.numpy()

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
     request = Request(
         options.model, options.gpus, options.gpu, options.seq, options.tokens_per_step, options.fabric, fixed,
-        options.host_memory,
+        options.host_memory, options.skew, options.loads,
     )  # fmt: skip
     try:
         wanted, ranking = answer(request)
@@ -66,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--host-memory", type=int, metavar="GIB", help="of the host, for each GPU; else what is usual for it"
     )
+    made.add_argument(
+        "--skew", type=float, help="what the busiest rank of a layer gets of its rows, in even shares"
+    )
+    made.add_argument("--loads", metavar="PATH", help="the same from recorded routing (experts.record)")
     for axis in ("tp", "cp", "ep", "dp-outer"):
         made.add_argument(f"--{axis}", type=int, help=f"fix mesh.{axis.replace('-', '_')}")
     made.add_argument("--micro-batch", type=int, help="fix train.micro_batch_size")

@@ -58,6 +58,8 @@ class LayerView:
     dispatcher: str = "auto"
     flex_rows: float = 1.0
     """Of the ``flex`` dispatcher: buffers as a multiple of an even share."""
+    skew: float = 1.0
+    """Of other dispatchers: what reaches this rank, as a multiple of that."""
     is_fused: bool = True
 
 
@@ -197,8 +199,9 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     size, chosen = view.itemsize, model.num_experts_per_tok
     width = model.moe_latent_size or model.hidden_size
     layout = expert_layout(model, view.ep, view.etp)
-    rows, crosses = received_rows(layout, view.dispatcher, view.flex_rows), view.ep * view.etp > 1
-    bound = view.flex_rows if crosses and view.dispatcher == "flex" else 1.0
+    crosses = view.ep * view.etp > 1
+    share = 1.0 if not crosses else view.flex_rows if view.dispatcher == "flex" else view.skew
+    rows = received_rows(layout, view.dispatcher, share)
     local = model.num_experts // view.ep
     gates = 2 * model.moe_intermediate_size * size // view.etp
     padding = local * ROW_ALIGNMENT if view.is_fused else 0
@@ -209,7 +212,7 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
         # A choice is one row of the experts; under etp every member has all rows of its group.
         KeptTensor(
             "pre-activations",
-            bound * view.etp * chosen * gates,
+            share * view.etp * chosen * gates,
             ("experts",),
             padding * gates,
             "expert_pre_activation",
@@ -238,14 +241,12 @@ def expert_layout(model: ModelConfig, ep: int, etp: int, domain: int = 8) -> Exp
     )
 
 
-def received_rows(layout: ExpertLayout, dispatcher: str, flex_rows: float = 1.0) -> float:
-    """Rows that reach a rank for each token that it brings, under balanced routing: a token once for every
-    rank that holds one of its experts (all_to_all), or once for every rank (allgather). Buffers of flex hold
-    ``flex_rows`` times those of all_to_all, whatever comes."""
+def received_rows(layout: ExpertLayout, dispatcher: str, share: float = 1.0) -> float:
+    """Rows that reach a rank for each token that it brings: under balanced routing a token once for every
+    rank that holds one of its experts, or once for every rank (allgather). ``share``: so many times as many,
+    which buffers of flex hold whatever comes."""
     name = choose_dispatcher(layout).dispatcher if dispatcher == "auto" else dispatcher
     if layout.ep == 1 or name == "local":
         return float(layout.etp)
-    share = 1.0
-    if name != "allgather":
-        share = min(1.0, layout.rank_probability * (flex_rows if name == "flex" else 1.0))
-    return layout.ep * share * layout.etp
+    needed = 1.0 if name == "allgather" else min(1.0, layout.rank_probability * share)
+    return layout.ep * needed * layout.etp

@@ -23,6 +23,7 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim import count_state
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.optim.group_config import GroupConfig
+from fsdmoe.plan.loads import Loads
 from fsdmoe.plan.parameters import EnginePlan, ModelSource, plan_parameters
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
@@ -44,6 +45,8 @@ class Job:
     """Only adapters on attention and experts are trained."""
     frozen: tuple[GroupConfig, ...] = ()
     """Groups of parameters that are not trained."""
+    loads: Loads = field(default_factory=Loads)
+    """Of experts."""
 
     @classmethod
     def of(cls, config: Config) -> Job:

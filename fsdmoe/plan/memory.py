@@ -94,6 +94,7 @@ def layer_view(job: Job, setting: Setting) -> LayerView:
         etp=degrees.etp,
         dispatcher=setting.experts.dispatcher,
         flex_rows=setting.experts.flex.rows,
+        skew=job.loads.skew(degrees.ep).memory,
         is_fused=not job.has_plain_layers,
     )
 
@@ -274,7 +275,9 @@ def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:
     if degrees.ep * degrees.etp == 1 or not model.num_moe_layers:
         return 0
     layout = expert_layout(model, degrees.ep, degrees.etp)
-    rows = received_rows(layout, setting.experts.dispatcher, setting.experts.flex.rows)
+    is_flex = setting.experts.dispatcher == "flex"
+    share = setting.experts.flex.rows if is_flex else job.loads.skew(degrees.ep).memory
+    rows = received_rows(layout, setting.experts.dispatcher, share)
     if setting.experts.dispatcher == "by_node":  # what other nodes sent to be handed on
         rows += layout.rows_between_nodes("by_node")
     width = model.moe_latent_size or model.hidden_size

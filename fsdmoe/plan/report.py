@@ -9,6 +9,7 @@ from fsdmoe.plan.advice import Advice, turns
 from fsdmoe.plan.estimate import HEADROOM, Estimate, shortage
 from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import memory_plan
+from fsdmoe.plan.loads import EVEN
 from fsdmoe.plan.search import Candidate, Ranking, summary_of_losers, why_it_loses
 from fsdmoe.plan.source import Reading, Request
 from fsdmoe.plan.text import (
@@ -118,6 +119,7 @@ def ranking_values(ranking: Ranking, wanted: Reading, request: Request, most: in
         "parameters": memory_plan(ranking.job, best.setting).num_parameters,
         "seq_len": ranking.job.seq_len,
         "global_batch_size": ranking.job.global_batch_size,
+        "skew": ranking.job.loads.skew(best.setting.degrees.ep)._asdict(),
         "num_settings": ranking.num_settings,
         "best": values[0],
         "others": values[1:],
@@ -190,6 +192,12 @@ def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int
         print(f"{found.why_no_price}. The order is that of the same run in bf16.")
     rates = "measured" if ranking.gpu.is_measured else "the H200's measured shares of its peaks"
     print(f"Rates of {ranking.gpu.name}: {rates}. The wall that binds: {found.wall}.")
+    skew = job.loads.skew(best.setting.degrees.ep)
+    if skew != EVEN:
+        print(
+            f"The busiest rank of a layer gets {skew.time:.2f} times an even share of the rows, and one rank "
+            f"over all layers up to {skew.memory:.2f} times."
+        )
     gains = [(turn.text, f"{turn.gain:+.1%}", turn.follows) for turn in turns(ranking, wanted, request)]
     if gains:
         print_table("What to turn", ("change", "tokens/s a GPU", "then"), gains)

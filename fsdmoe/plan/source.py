@@ -74,6 +74,10 @@ class Request:
     fixed: Fixed = NOTHING_FIXED
     host_memory: int | None = None
     """GiB of the host for each GPU; else what is usual for the GPU."""
+    skew: float | None = None
+    """What the busiest rank of a layer gets, as a multiple of an even share."""
+    loads: str | None = None
+    """A recording of routing to take that from."""
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ class _Layers:
             parts["mlp"] = flops["dense_mlp"] / self._dense_rate("dense")
         else:
             parts["router"] = flops["router"] / dense
-            parts["experts"] = flops["experts"] / self._expert_rate()
+            parts["experts"] = job.loads.skew(d.ep).time * flops["experts"] / self._expert_rate()
             parts["shared_experts"] = flops["shared_experts"] / self._dense_rate("shared")
         if kind == "depth":
             parts["join"] = 4 * model.hidden_size**2 / dense

@@ -128,9 +128,11 @@ def expert_legs(job: Job, setting: Setting, domain: int = 8) -> ExpertLegs:
 
 
 def expert_seconds(job: Job, setting: Setting, gpu: Gpu) -> ExpertLegs:
-    """What rows of one MoE layer take on each of their four ways, in one piece."""
+    """What rows of one MoE layer take on each of their four ways, in one piece: as long as those of the
+    busiest rank."""
     d, name = setting.degrees, setting.experts.dispatcher
-    legs = expert_legs(job, setting, gpu.domain)
+    skew = job.loads.skew(d.ep).time
+    legs = ExpertLegs(*(skew * each for each in expert_legs(job, setting, gpu.domain)))
     if name != "by_node":
         return ExpertLegs(*(exchange_seconds(gpu, each, d.ep * d.etp) for each in legs))
     layout = expert_layout(job.model, d.ep, d.etp, gpu.domain)
