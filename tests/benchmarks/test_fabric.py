@@ -15,6 +15,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from fsdmoe.compat import all_gather, reduce_scatter  # noqa: E402
+from fsdmoe.experts.dispatch import Links, Rows, build_dispatcher  # noqa: E402
 from fsdmoe.mesh import Axis, MeshConfig  # noqa: E402
 from fsdmoe.ring_send_recv import RingSendRecv  # noqa: E402
 
@@ -106,6 +107,28 @@ def test_a_rank_that_keeps_nothing_for_itself_receives_other_rows_or_zeros():
         assert out.flatten().tolist() == [1, 1]
         dist.all_to_all_single(out, torch.ones(0, 1), [1, 1], [0, 0])
         assert out.flatten().tolist() == [0, 0]
+
+
+def test_rows_by_node_are_charged_to_the_network_and_then_to_nvlink():
+    with fabric_group.emulated_fabric(NODES) as world:
+        meshes = fabric_group.fabric_meshes(MeshConfig(ep=64), "cpu")
+        d, _ = build_dispatcher("by_node", Links.of(meshes), num_experts=64, top_k=8)
+        ids = torch.arange(8).repeat(10, 1) * 7 + torch.arange(10)[:, None] % 8
+        plan, rows = d.prepare(Rows(torch.randn(10, 100), torch.rand(10, 8), ids))
+        world.records.clear()
+        d.gather(plan, d.dispatch(plan, rows))
+        loads = [record.load for record in world.records]
+        seconds = [record.seconds for record in world.records]
+        to_nodes = sum(plan.between.rows_sent[1:])
+    # Rows and their labels, on either way. The other ranks are clones, so a node gets from each what this
+    # rank keeps for its own.
+    assert [load.nvlink for load in loads[:2]] == [load.network for load in loads[2:]] == [0, 0]
+    most = max(to_nodes, 7 * plan.between.rows_sent[0])
+    assert [load.network for load in loads[:2]] == [most * 400, most * 64]
+    most = max(sum(plan.rows_sent[1:]), 7 * plan.rows_sent[0])
+    assert [load.nvlink for load in loads[2:]] == [most * 400, most * 64]
+    assert seconds[0] == pytest.approx(30e-6 + loads[0].network / 50e9)
+    assert seconds[2] == pytest.approx(15e-6 + loads[2].nvlink / 300e9)
 
 
 @pytest.mark.full
