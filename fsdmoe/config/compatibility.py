@@ -27,8 +27,11 @@ from fsdmoe.optim.config import (
     OFFLOADED_TWICE,
     QK_CLIP,
     ROUNDED_ROWS,
+    SMALL_GRANULES,
     SMALL_MOMENTS,
     STATE_OFFLOAD,
+    TORCHAO_MOMENTS,
+    TORCHAO_ROWS,
 )
 
 _PLANNED = "which rank attends to what is planned on the host for every micro-batch"
@@ -145,6 +148,8 @@ OTHER_ROWS = (
 MUON_ROWS = (
     Row(MUON, STATE_OFFLOAD, NOT_BUILT, "matrices are stepped together, not in chunks of elements"),
     Row(MUON, SMALL_MOMENTS, NOT_BUILT, "momentum is kept in float32 or bfloat16"),
+    Row(MUON, TORCHAO_MOMENTS, NOT_BUILT, "momentum is kept in float32 or bfloat16"),
+    Row(TORCHAO_MOMENTS, SMALL_GRANULES, CANNOT, "a slice must not cut a block of 256 elements"),
 )
 
 _PIECE = "a rank has the keys of its own piece of a row"
@@ -188,7 +193,8 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 
 REFUSED: tuple[Row, ...] = (
-    *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *MUON_ROWS, *QK_CLIP_ROWS,
+    *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS, *MUON_ROWS,
+    *QK_CLIP_ROWS,
     EXPERTS_ELSEWHERE, *OTHER_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(

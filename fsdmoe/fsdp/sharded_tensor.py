@@ -59,7 +59,8 @@ _ZERO = {aten.zero_.default, aten._foreach_zero_.default}
 _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 _WHOLE_STATE = (
     " (torchao's low-bit optimizers, AdamW8bit and its like, make states of whole parameters, in blocks that "
-    "pieces of any length cut: take fsdmoe.AdamW(model, betas=(0.9, 0.95), moment_dtype='float8') instead)"
+    "pieces of any length cut: take fsdmoe.AdamW(model, moment_dtype='torchao_8bit') with granule_size = 256 "
+    "in the fsdp section, which makes the same numbers)"
 )
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 

@@ -22,7 +22,7 @@ from fsdmoe.fsdp.loss_scaling import note_scaler
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.labels import raise_noted
-from fsdmoe.optim.config import beta2_problems, check_offload
+from fsdmoe.optim.config import beta2_problems, check_offload, check_torchao
 from fsdmoe.optim.group_config import GroupConfig
 from fsdmoe.optim.groups import MUON, DecayRule, NamedGroup, check_groups, is_matrix, make_groups
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, ring_bytes
@@ -76,7 +76,9 @@ class AdamW(torch.optim.Optimizer):
             weight_decay: Decoupled. Of a model, for the parameters that ``decays`` names.
             groups: With a model: patterns over names, with settings of their own.
             moment_dtype: How the moments are kept: ``torch.float32``, ``torch.bfloat16`` or ``"float8"``
-                (eight bits in blocks, the same numbers on every mesh); a pair for one each.
+                (eight bits in blocks, the same numbers on every mesh); a pair for one each; or
+                ``"torchao_8bit"``, ``"torchao_4bit"``, ``"torchao_float8"``, as torchao's optimizers keep
+                them.
             state_offload: The share of the moments, 0 to 1, that lives in host memory and is streamed through
                 the device by each step.
             state_prefetch: Of those, the share that the device has space for; it is copied during backward.
@@ -104,6 +106,7 @@ class AdamW(torch.optim.Optimizer):
             made = _torch_groups(params)
             engine = engine_of_parameters([p for group in made for p in group.params])
         check_offload(state_offload, engine.policy.fsdp, state_prefetch)
+        check_torchao(pair, state_offload, engine.policy.precision)
         is_stochastic = engine.policy.precision.main_rounding == "stochastic"
         policy = MomentPolicy(*pair, offload=state_offload, prefetch=state_prefetch, stochastic=is_stochastic)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -73,4 +73,4 @@ def _moment_policy(config: OptimConfig, precision: PrecisionConfig) -> MomentPol
 
 
 def _format(kept: MomentDtype) -> MomentFormat:
-    return "float8" if kept == "float8" else torch_dtype(kept)
+    return torch_dtype(kept) if kept in ("float32", "bfloat16") else kept  # type: ignore[return-value]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from math import inf
+from types import SimpleNamespace
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError, refuse
@@ -14,7 +16,10 @@ from fsdmoe.optim.muon_config import MuonConfig
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.rules import one_of
 
-MomentDtype = Literal["float32", "bfloat16", "float8"]
+TorchaoFormat = Literal["torchao_8bit", "torchao_4bit", "torchao_float8"]
+MomentDtype = Literal["float32", "bfloat16", "float8", "torchao_8bit", "torchao_4bit", "torchao_float8"]
+TORCHAO_BLOCKS: dict[str, int] = {"torchao_8bit": 256, "torchao_4bit": 128, "torchao_float8": 256}
+"""Elements that share a scale, as torchao's optimizers have them."""
 MAX_BETA2: dict[str, float] = {"bfloat16": 0.995, "float8": 0.99}
 """The slowest second moment that each format follows."""
 
@@ -40,7 +45,9 @@ class OptimConfig:
     """Largest global gradient norm; 0 switches clipping off."""
     moment_dtype: MomentDtype = "float32"
     """AdamW: how the moments are kept. float8: eight bits an element and one exponent for each block of 64,
-    counted in the whole tensor, so that no mesh changes a number (docs/small_states.md)."""
+    counted in the whole tensor, so that no mesh changes a number. torchao_8bit, torchao_4bit, torchao_float8:
+    as torchao's AdamW8bit, AdamW4bit and AdamWFp8 keep them, with fsdp.granule_size = 256
+    (docs/small_states.md)."""
     first_moment_dtype: MomentDtype | None = None
     """AdamW: the first moment's own; none takes moment_dtype."""
     second_moment_dtype: MomentDtype | None = None
@@ -96,6 +103,7 @@ class OptimConfig:
         dtypes = ("moment_dtype", "first_moment_dtype", "second_moment_dtype")
         choices = dict.fromkeys(dtypes[1:], (*get_args(MomentDtype), None))
         problems += one_of("optim", vars(self), {dtypes[0]: get_args(MomentDtype)} | choices)
+        problems += torchao_problems(self.moment_dtypes)
         if self.state_prefetch != OptimConfig.state_prefetch and not self.state_offload:
             problems.append(
                 "optim.state_prefetch: expected optim.state_offload above 0, which it says something of, got "
@@ -129,6 +137,25 @@ def beta2_problems(beta2: float, kept: str) -> list[str]:
     ]
 
 
+def torchao_problems(formats: tuple[object, object]) -> list[str]:
+    """What is wrong with the formats of both moments if one is torchao's."""
+    chosen = [kept for kept in formats if kept in TORCHAO_BLOCKS]
+    if not chosen:
+        return []
+    if formats[0] != formats[1]:
+        first, second = (str(kept).removeprefix("torch.") for kept in formats)
+        return [
+            f"optim.moment_dtype: expected {chosen[0]} for both moments, stepped by one update, got "
+            f"{first} and {second}; set moment_dtype alone"
+        ]
+    if importlib.util.find_spec("torchao") is None:
+        return [
+            f"optim.moment_dtype: expected torchao to be installed, which {chosen[0]} is of, found no such "
+            "package; pip install 'fsdmoe[torchao]', or choose float8"
+        ]
+    return []
+
+
 STATE_OFFLOAD = Feature(
     name="moments streamed from host memory", key="optim.state_offload", shown="above 0", off="0",
     is_on=lambda chosen: chosen["optim.state_offload"] > 0,
@@ -148,6 +175,17 @@ SMALL_MOMENTS = Feature(
     is_on=lambda chosen: "float8" in chosen["optim"].moment_dtypes,
 )  # fmt: skip
 
+TORCHAO_MOMENTS = Feature(
+    name="moments in torchao's formats", key="optim.moment_dtype", shown='"torchao_8bit" and its like',
+    off='"float8"', is_on=lambda chosen: chosen["optim"].moment_dtypes[0] in TORCHAO_BLOCKS,
+)  # fmt: skip
+SMALL_GRANULES = Feature(
+    name="slices that cut torchao's blocks", key="fsdp.granule_size", shown="no multiple of 256", off="256",
+    is_on=lambda chosen: (
+        chosen["fsdp.granule"] == "elements" and (chosen["fsdp.granule_size"] or 64) % 256 != 0
+    ),
+)  # fmt: skip
+
 OFFLOADED_TWICE = Row(
     STATE_OFFLOAD, CPU_OFFLOAD, CANNOT, "all moments are in host memory already, where steps are taken"
 )
@@ -155,7 +193,22 @@ ROUNDED_ROWS = (
     Row(STOCHASTIC_ROUNDING, SGD, NOT_BUILT, "it is part of AdamW's step"),
     Row(STOCHASTIC_ROUNDING, MUON, NOT_BUILT, "it is part of AdamW's step"),
 )
+TORCHAO_ROWS = (
+    Row(TORCHAO_MOMENTS, STOCHASTIC_ROUNDING, NOT_BUILT, "torchao rounds main weights to the nearest"),
+    Row(TORCHAO_MOMENTS, STATE_OFFLOAD, NOT_BUILT, "torchao's update takes the moments of whole pieces"),
+)
 """Rows of the table in :mod:`fsdmoe.config.compatibility` that optimizers refuse by themselves."""
+
+
+def check_torchao(formats: tuple[object, object], share: float, precision: PrecisionConfig) -> None:
+    """Refuse moments in torchao's formats with what torchao's update does not do."""
+    refuse(torchao_problems(formats))
+    chosen = {
+        "optim": SimpleNamespace(moment_dtypes=formats),
+        "optim.state_offload": share,
+        "precision.main_rounding": precision.main_rounding,
+    }
+    refuse_together(TORCHAO_ROWS, chosen)
 
 
 def check_rounding(name: str, precision: PrecisionConfig) -> None:

@@ -25,11 +25,12 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
-from fsdmoe.mesh import Axis
+from fsdmoe.optim.config import TORCHAO_BLOCKS, TorchaoFormat
+from fsdmoe.optim.torchao_moments import has_codes, num_codes
 from fsdmoe.placement import Coordinates, Placement, split_factor
 from fsdmoe.precision.block_floats import BLOCK, ElementPlace, num_blocks
 
-MomentFormat = torch.dtype | Literal["float8"]
+MomentFormat = torch.dtype | Literal["float8"] | TorchaoFormat
 
 MIN_LARGE = 4096
 
@@ -59,13 +60,11 @@ class MomentPolicy:
     @property
     def is_flat(self) -> bool:
         """Buffers of whole groups will do."""
-        return not (self.offload or self.stochastic or "float8" in self.formats)
+        return not (self.offload or self.stochastic or any(isinstance(kept, str) for kept in self.formats))
 
     def of(self, plan: ParamPlan) -> tuple[MomentFormat, MomentFormat]:
         """The formats of one parameter's moments."""
-        first, second = (
-            torch.float32 if kept == "float8" and not is_large(plan) else kept for kept in self.formats
-        )
+        first, second = (torch.float32 if not _is_kept_so(kept, plan) else kept for kept in self.formats)
         return first, second
 
 
@@ -75,11 +74,18 @@ def is_large(plan: ParamPlan) -> bool:
     return len(shape) >= 2 and math.prod(shape) >= MIN_LARGE
 
 
+def _is_kept_so(kept: MomentFormat, plan: ParamPlan) -> bool:
+    if kept == "float8":
+        return is_large(plan)
+    return kept not in TORCHAO_BLOCKS or has_codes(str(kept), math.prod(plan.placement.global_shape))
+
+
 def tensor_bytes(kept: MomentFormat, num_elements: int) -> list[int]:
     """Of the tensors that hold a moment of so many elements."""
     if kept == "float8":
         return [num_elements, num_blocks(num_elements)]
-    assert isinstance(kept, torch.dtype)
+    if isinstance(kept, str):
+        return [num_codes(kept, num_elements), 4 * (num_elements // TORCHAO_BLOCKS[kept])]
     return [num_elements * kept.itemsize]
 
 
@@ -114,10 +120,10 @@ def moment_bytes(policy: MomentPolicy) -> Callable[[Sequence[GroupPlan], Coordin
             return MomentBytes(sum(sum(tensor_bytes(kept, numel)) for kept in policy.formats))
         held = {False: 0, True: 0}
         for group, on_host in zip(groups, host_choice(groups, at, policy), strict=True):
+            check_slices(group, policy)
             for (plan, owned), is_away in zip(_owned(group, at), on_host, strict=True):
                 formats = policy.of(plan)
-                if policy.stochastic or "float8" in formats:
-                    place_of(plan, owned, at)  # refuses what a real run refuses
+                place_of(plan, owned, at, policy)  # refuses what a real run refuses
                 held[is_away] += sum(sum(tensor_bytes(kept, owned.numel)) for kept in formats)
         return MomentBytes(held[False], held[True], ring_bytes(groups, at, policy))
 
@@ -146,12 +152,18 @@ def _owned(group: GroupPlan, at: Coordinates) -> Iterator[tuple[ParamPlan, Owned
     return zip(group.params, group.layout.owned(at.rank(group.axis)), strict=True)
 
 
-def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates) -> ElementPlace:
-    """Where a rank's elements lie in the whole parameter.
+def place_of(
+    plan: ParamPlan, owned: OwnedRange, at: Coordinates, policy: MomentPolicy
+) -> ElementPlace | None:
+    """Where a rank's elements lie in the whole parameter; none where nothing depends on that.
 
     Raises:
         ConfigError: A block would lie on several ranks.
     """
+    formats = policy.of(plan)
+    if not policy.stochastic and all(isinstance(kept, torch.dtype) for kept in formats):
+        return None
+    block = TORCHAO_BLOCKS.get(str(formats[0]), BLOCK)
     view, local = plan.placement.view_shape, plan.placement.local_view_shape(at)
     cuts = sorted((dim, axis) for axis, dim in plan.placement.splits if at.size(axis) > 1)
     run = stride = max(1, math.prod(local))
@@ -161,30 +173,47 @@ def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates) -> ElementPlac
         if any(math.prod(view[:dim]) > 1 for dim, _ in cuts[:-1]):
             raise AssertionError(f"expected one cut behind the first dim of {plan.name}, got {cuts}")
         run, stride = math.prod(local[inner:]), math.prod(view[inner:])
-        if run % BLOCK:
-            raise ConfigError(_cut_problem(plan, axis, at.size(axis), run))
+        if run % block:
+            raise ConfigError(_cut_problem(plan, f"mesh.{axis} = {at.size(axis)}", run, block))
     if owned.numel and owned.start % BLOCK:  # parameters and slices are aligned to as much, in every layout
         raise AssertionError(f"expected a slice of {plan.name} to begin at a block, got {owned.start}")
     return ElementPlace(zlib.crc32(plan.name.encode()) >> 1, owned.start, run, stride, offset)
 
 
-def _cut_problem(plan: ParamPlan, axis: Axis, size: int, run: int) -> str:
+def check_slices(group: GroupPlan, policy: MomentPolicy) -> None:
+    """Refuse slices that cut blocks of torchao's; on every rank alike, whichever slice is its own.
+
+    Raises:
+        ConfigError: A slice ends within a block.
+    """
+    length = group.layout.slice_numel
+    for plan, segment in zip(group.params, group.layout.segments, strict=True):
+        block = TORCHAO_BLOCKS.get(str(policy.of(plan)[0]), 1)
+        ends = range(-(-(segment.start + 1) // length) * length, segment.end, length)
+        # Slices are of one length: if the first two end at blocks, all do.
+        cut = next(((end - segment.start) % block for end in ends[:2] if (end - segment.start) % block), 0)
+        if cut:
+            raise ConfigError(_cut_problem(plan, "fsdp.granule_size", cut, block))
+
+
+def _cut_problem(plan: ParamPlan, key: str, run: int, block: int) -> str:
+    kept = "float8 (and precision.main_rounding: stochastic)" if block == BLOCK else "torchao"
+    advice = "bfloat16 (and nearest)" if block == BLOCK else "float8"
     return (
-        f"optim.moment_dtype: float8 (and precision.main_rounding: stochastic) keeps {BLOCK} elements in a "
-        f"block, but mesh.{axis} = {size} leaves {run} side by side of {plan.name} "
-        f"{plan.placement.global_shape}; expected a multiple of {BLOCK}, choose another mesh.{axis}, or "
-        "bfloat16 (and nearest)"
+        f"optim.moment_dtype: {kept} keeps {block} elements in a block, but {key} leaves {run} side by side "
+        f"of {plan.name} {plan.placement.global_shape}; expected a multiple of {block}, choose another "
+        f"{key.partition(' ')[0]}, or {advice}"
     )
 
 
-def exponents_placement(placement: Placement) -> Placement:
-    """How the exponents of a parameter's blocks are cut: as it is, with the fewest last dims that hold whole
-    blocks folded into one."""
+def blocks_placement(placement: Placement, block: int = BLOCK) -> Placement:
+    """How what there is one of for each block is cut: as the parameter, with the fewest last dims that hold
+    whole blocks folded into one."""
     shape = placement.global_shape
-    folded: tuple[int, ...] = (num_blocks(math.prod(shape)),)
+    folded: tuple[int, ...] = (-(-math.prod(shape) // block),)
     for kept in range(len(shape)):
-        if math.prod(shape[kept:]) % BLOCK == 0:
-            folded = (*shape[:kept], math.prod(shape[kept:]) // BLOCK)
+        if math.prod(shape[kept:]) % block == 0:
+            folded = (*shape[:kept], math.prod(shape[kept:]) // block)
     # An axis of one rank may be named for a dim that is gone now; one of more has been refused by then.
     cuts = tuple(
         (axis, cut)

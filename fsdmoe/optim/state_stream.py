@@ -32,6 +32,7 @@ import torch
 
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.optim.moments import CHUNK, aligned
+from fsdmoe.optim.torchao_moments import TorchaoMoment
 from fsdmoe.optim.update_ranges import UpdateRange, tensors_of
 from fsdmoe.precision.block_floats import BlockFloats, Moment
 
@@ -53,7 +54,10 @@ class MomentChunk(NamedTuple):
     @property
     def home(self) -> list[Moment]:
         """Its moments in host memory."""
-        return [self.update_range.exp_avg[self.part], self.update_range.exp_avg_sq[self.part]]
+        first, second = self.update_range.exp_avg, self.update_range.exp_avg_sq
+        assert not isinstance(first, TorchaoMoment)  # refused with moments in host memory
+        assert not isinstance(second, TorchaoMoment)
+        return [first[self.part], second[self.part]]
 
 
 @dataclass

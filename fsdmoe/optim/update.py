@@ -9,6 +9,7 @@ import torch
 
 from fsdmoe.kernels.adamw_step import AdamWStep, adamw_small_reference_
 from fsdmoe.kernels.backend import triton_for
+from fsdmoe.optim.torchao_moments import TorchaoMoment, update_by_torchao
 from fsdmoe.optim.update_ranges import GroupMoments, UpdateRange
 
 
@@ -16,10 +17,20 @@ def update(settings: dict[str, Any], ranges: Sequence[UpdateRange], found_inf: t
     """Step ``ranges`` with the settings of their parameter group."""
     left = [s for s in ranges if not _update_fused(s, settings, found_inf)]
     alike: list[UpdateRange] = []
+    is_skipped: bool | None = None
     for piece in left:
-        if piece.place is None and _dtypes(piece) == {piece.main.dtype}:
+        if isinstance(piece.exp_avg, TorchaoMoment):
+            if is_skipped is None:  # torchao's update has no such flag: the host has to know
+                is_skipped = found_inf is not None and bool(found_inf)
+            if not is_skipped:
+                assert isinstance(piece.exp_avg_sq, TorchaoMoment)
+                update_by_torchao(
+                    piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.step, settings
+                )
+        elif piece.place is None and _dtypes(piece) == {piece.main.dtype}:
             alike.append(piece)
         else:
+            assert not isinstance(piece.exp_avg_sq, TorchaoMoment)
             adamw_small_reference_(
                 piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq,
                 _numbers(piece, settings, found_inf), piece.place, stochastic=piece.stochastic,
@@ -54,16 +65,21 @@ def _numbers(piece: UpdateRange, settings: dict[str, Any], found_inf: torch.Tens
 def rounds_weights(moments: GroupMoments) -> bool:
     """Whether an update of a group's main weights also writes those in compute precision."""
     weights = moments.group.weights
-    return triton_for(weights.main) is not None and (weights.scales is None or moments.writes_codes)
+    if triton_for(weights.main) is None or moments.by_torchao:
+        return False
+    return weights.scales is None or moments.writes_codes
 
 
 def _update_fused(piece: UpdateRange, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:
     """One launch for everything, where it can run; whether it did."""
+    exp_avg, exp_avg_sq = piece.exp_avg, piece.exp_avg_sq
+    if isinstance(exp_avg, TorchaoMoment) or isinstance(exp_avg_sq, TorchaoMoment):
+        return False
     fused = triton_for(piece.main)
     if fused is None:
         return False
     numbers = _numbers(piece, settings, found_inf)
-    buffers = (piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq)
+    buffers = (piece.main, piece.grad, exp_avg, exp_avg_sq)
     if piece.codes is not None:
         for part, codes in piece.codes:
             fused.adamw_codes_(*(buffer[part] for buffer in buffers), numbers, codes)

@@ -16,7 +16,9 @@ from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.memory.pinned import pinned_zeros
-from fsdmoe.optim.moments import MomentFormat, MomentPolicy, exponents_placement, place_of
+from fsdmoe.optim.config import TORCHAO_BLOCKS
+from fsdmoe.optim.moments import MomentFormat, MomentPolicy, blocks_placement, check_slices, place_of
+from fsdmoe.optim.torchao_moments import TorchaoMoment
 from fsdmoe.precision.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
 from fsdmoe.precision.quantized_weight import WeightCodes
 
@@ -28,8 +30,8 @@ class UpdateRange:
     """A run of one flat shard with one group's settings, and the same run of gradients and moments."""
 
     main: torch.Tensor
-    exp_avg: Moment
-    exp_avg_sq: Moment
+    exp_avg: Moment | TorchaoMoment
+    exp_avg_sq: Moment | TorchaoMoment
     step: torch.Tensor
     group: ParamGroup
     indices: list[int]
@@ -100,21 +102,27 @@ class GroupMoments:
         self.step = torch.zeros(len(group.params), dtype=torch.float32, device=main.device)
         self.flat: list[torch.Tensor] = []
         """Both, laid out as the main weights are; or none, and each parameter has its own."""
-        self._own: list[tuple[Moment, Moment]] = []
+        self._own: list[tuple[Moment | TorchaoMoment, Moment | TorchaoMoment]] = []
         self._places: list[ElementPlace | None] = []
+        self.by_torchao = policy.first in TORCHAO_BLOCKS
         if policy.is_flat and all(held):
             self.flat = [
                 torch.zeros_like(main, dtype=kept) for kept in policy.formats if isinstance(kept, torch.dtype)
             ]
             return
+        check_slices(group.plan, policy)
         host = partial(pinned_zeros, device=main.device) if main.is_cuda else torch.zeros
         for index, (plan, param) in enumerate(zip(group.plan.params, group.params, strict=True)):
             owned, formats = group.owned_range(param), policy.of(plan)
             make = host if on_host[index] else partial(torch.zeros, device=main.device)
-            first, second = (_zeros(kept, owned.numel * held[index], make) for kept in formats)
-            self._own.append((first, second))
-            is_stochastic = policy.stochastic or "float8" in formats
-            self._places.append(place_of(plan, owned, group.context.meshes) if is_stochastic else None)
+            numel = owned.numel * held[index]
+            if isinstance(formats[0], str) and formats[0] in TORCHAO_BLOCKS:
+                signs = (True, False)
+                own = [TorchaoMoment.zeros(formats[0], numel, main.device, signed=each) for each in signs]
+                self._own.append((own[0], own[1]))
+            else:
+                self._own.append((_zeros(formats[0], numel, make), _zeros(formats[1], numel, make)))
+            self._places.append(place_of(plan, owned, group.context.meshes, policy))
 
     def runs(self, numbers: list[int | None]) -> list[list[int]]:
         """Neighbouring parameters that are stepped together, of those that this rank holds something of;
@@ -175,10 +183,17 @@ class GroupMoments:
             guard = self._guard if self._on_host[index] else None
             if isinstance(moment, torch.Tensor):
                 state[name] = sharded.with_piece(moment, guard)
+            elif isinstance(moment, TorchaoMoment):
+                per_code = 2 if moment.kept == "torchao_4bit" else 1
+                for kind, tensor, block in (
+                    ("codes", moment.codes, per_code),
+                    ("scales", moment.scales, TORCHAO_BLOCKS[moment.kept]),
+                ):
+                    state[f"{name}_{moment.kept}_{kind}"] = _of_blocks(sharded, tensor, block)
             else:
                 # Other names than plain moments have: a load must not take numbers for codes.
                 state[f"{name}_codes"] = sharded.with_piece(moment.codes, guard)
-                exponents = _exponents(sharded, moment.exponents)
+                exponents = _of_blocks(sharded, moment.exponents, BLOCK)
                 state[f"{name}_exponents"] = exponents.with_piece(moment.exponents, guard)
         return state
 
@@ -189,7 +204,9 @@ class GroupMoments:
         return sum(tensor.nbytes for tensor in (*(() if on_host else self.flat), *own))
 
 
-def tensors_of(moment: Moment) -> list[torch.Tensor]:
+def tensors_of(moment: Moment | TorchaoMoment) -> list[torch.Tensor]:
+    if isinstance(moment, TorchaoMoment):
+        return [moment.codes, moment.scales]
     return [moment.codes, moment.exponents] if isinstance(moment, BlockFloats) else [moment]
 
 
@@ -199,8 +216,8 @@ def _zeros(kept: MomentFormat, numel: int, make: Callable[..., torch.Tensor]) ->
     return BlockFloats(make(numel, dtype=torch.uint8), make(num_blocks(numel), dtype=torch.uint8))
 
 
-def _exponents(sharded: ShardedTensor, piece: torch.Tensor) -> ShardedTensor:
-    """Of a parameter's blocks: cut as the parameter is."""
-    start, end = (sharded.start // BLOCK, num_blocks(sharded.end)) if piece.numel() else (0, 0)
-    placement = exponents_placement(sharded.placement)
+def _of_blocks(sharded: ShardedTensor, piece: torch.Tensor, block: int) -> ShardedTensor:
+    """``piece``, with one element for each block, cut as the parameter is."""
+    start, end = (sharded.start // block, -(-sharded.end // block)) if piece.numel() else (0, 0)
+    placement = blocks_placement(sharded.placement, block)
     return ShardedTensor(piece, placement, start, end, sharded.meshes, sharded.shard_axis)

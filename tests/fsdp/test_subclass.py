@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 
 FP32 = PrecisionConfig(param_dtype="float32", reduce_dtype="float32")
-requires_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
-)
 
 
 class Opaque(torch.Tensor):
@@ -156,11 +152,7 @@ def trains(kind: str, fsdp: dict[str, Any]) -> tuple[float, int, int]:
     return worst, held, whole
 
 
-KINDS = [
-    "Scaled",
-    "Doubled",
-    *(pytest.param(f"torchao {k}", marks=requires_torchao) for k in ("int8", "float8")),
-]
+KINDS = ["Scaled", "Doubled", "torchao int8", "torchao float8"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

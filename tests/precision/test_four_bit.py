@@ -7,8 +7,6 @@ import torch
 
 from fsdmoe.precision.four_bit import FourBit, FourBitName, decode, encode
 
-torchao = pytest.importorskip("torchao")
-
 
 def coded(values: torch.Tensor, form: FourBit) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty(values.numel() // 2, dtype=torch.uint8)

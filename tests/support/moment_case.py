@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdmoe.fsdp import FSDPConfig, engine_of
 from fsdmoe.mesh import build_meshes
@@ -45,16 +46,26 @@ def backward(model: Any) -> torch.Tensor:
     return loss.detach()
 
 
+def gradient(shape: torch.Size, number: int, index: int) -> torch.Tensor:
+    """Of a whole parameter in a step; rows differ by up to seven powers of ten."""
+    generator = torch.Generator().manual_seed(1000 * number + index)
+    rows = 10.0 ** -torch.randint(8, shape[:1], generator=generator).float()
+    return torch.randn(shape, generator=generator) * rows.view(-1, *(1 for _ in shape[1:]))
+
+
+def plain_step(params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, number: int) -> None:
+    """The same on the parameters of the plain model."""
+    for index, (_, parameter) in enumerate(sorted(params.items())):
+        parameter.grad = gradient(parameter.shape, number, index).to(parameter.device)
+    optimizer.step()
+
+
 def step(model: Any, optimizer: AdamW, number: int, max_norm: float | None = None) -> torch.Tensor:
     """A step with gradients that are the same on every mesh, whatever order they would be summed in; the loss
     before it."""
     loss = backward(model)
     for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
-        generator = torch.Generator().manual_seed(1000 * number + index)
-        rows = 10.0 ** -torch.randint(8, parameter.shape[:1], generator=generator).float()
-        whole = torch.randn(parameter.shape, generator=generator)
-        whole *= rows.view(-1, *(1 for _ in parameter.shape[1:]))
-        parameter.grad.copy_(whole)
+        parameter.grad.copy_(gradient(parameter.shape, number, index))
     if max_norm is not None:
         clip_grad_norm(model, max_norm)
     optimizer.step()
