@@ -12,6 +12,7 @@ from fsdmoe.data import DataConfig, DataStream
 from fsdmoe.data.holdout import Holdout
 from fsdmoe.data.stream import SourceFacts
 from fsdmoe.fsdp import engine_of
+from fsdmoe.kernels.architecture import architecture
 from fsdmoe.mesh import Axis, Degrees, Meshes
 from fsdmoe.models.flops import idle_expert_params, training_flops_per_token
 from fsdmoe.observe import RunFacts
@@ -19,6 +20,7 @@ from fsdmoe.observe.devices import GIB, device_name
 from fsdmoe.observe.text import short
 from fsdmoe.optim import count_state
 from fsdmoe.plan import Job, Setting
+from fsdmoe.plan.hardware import NEVER_RAN
 from fsdmoe.plan.memory import offloaded_bytes, step_bytes
 from fsdmoe.run_config import decided
 
@@ -197,7 +199,8 @@ def _precision_text(config: Config) -> str:
 
 def _devices_text(meshes: Meshes) -> str:
     ranks = f"{meshes.size(Axis.WORLD)} x {device_name(meshes.device)}"
-    return ", ".join([ranks, *mesh_axes(meshes.degrees)])
+    is_known = meshes.device.type != "cuda" or architecture(meshes.device) == "hopper"
+    return ", ".join([ranks, *mesh_axes(meshes.degrees)]) + ("" if is_known else f"; {NEVER_RAN}")
 
 
 def mesh_axes(degrees: Degrees) -> list[str]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.errors import refuse
+from fsdmoe.kernels.architecture import architecture, capability
 from fsdmoe.rules import one_of
 
 KernelChoice = Literal["auto", "torch", "triton"]
@@ -92,11 +93,11 @@ def has_fp8_products() -> bool:
 def _has_fp8_products(device: torch.device) -> bool:
     """Scales of rows with float32 results, and scales of blocks, are cuBLAS's from 12.9 on, for Hopper."""
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    return _capability(device) == (9, 0) and version >= (12, 9)
+    return architecture(device) == "hopper" and version >= (12, 9)
 
 
 def _has_fp8_kernels(device: torch.device) -> bool:
-    if _capability(device) != (9, 0) or importlib.util.find_spec("triton") is None:
+    if architecture(device) != "hopper" or importlib.util.find_spec("triton") is None:
         return False
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 
@@ -115,9 +116,4 @@ def _gluon() -> Any:
 
 
 def _computes_bf16(device: torch.device) -> bool:
-    return _capability(device)[0] >= 8
-
-
-@functools.lru_cache(maxsize=64)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return capability(device)[0] >= 8

@@ -21,7 +21,7 @@ from fsdmoe.observe import print_table
 from fsdmoe.optim import count_state
 from fsdmoe.parallel import decoder_layers
 from fsdmoe.plan.estimate import Estimate, estimate, shortage
-from fsdmoe.plan.hardware import GIB, GPUS, Gpu, gpu_asked
+from fsdmoe.plan.hardware import GIB, GPUS, NEVER_RAN, Gpu, gpu_asked
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import activation_bytes, state_bytes
 from fsdmoe.plan.parameters import split_model
@@ -103,7 +103,7 @@ def _verdict(found: Estimate) -> str:
         return f"fits; no time: {found.why_no_price}"
     return (
         f"fits; about {found.time.total:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, "
-        f"wall: {found.wall}"
+        f"wall: {found.wall}" + (f"; {NEVER_RAN}" if found.gpu.never_ran else "")
     )
 
 

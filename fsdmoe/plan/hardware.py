@@ -49,7 +49,11 @@ class Gpu:
     """Recipes in fp8 have kernels on it; others, and all on other GPUs, are emulated."""
     is_measured: bool = False
     """The rates of the GPU itself were measured with this framework."""
+    never_ran: bool = False
+    """So did nothing of it: kernels of bf16 compile for the architecture at most."""
 
+
+NEVER_RAN = "fsdmoe never ran on such a card"
 
 _H200 = Gpu(
     name="h200",
@@ -85,7 +89,7 @@ def _like_h200(name: str, gib: float, peak: float, bandwidth: float, **others: f
 
 
 _BLACKWELL: dict[str, float | int] = {
-    "low_precision_gain": 1.4, "nvlink": 500 * GIGA, "has_fp8_kernels": False,
+    "low_precision_gain": 1.4, "nvlink": 500 * GIGA, "has_fp8_kernels": False, "never_ran": True,
 }  # fmt: skip
 _RACK: dict[str, float | int] = {**_BLACKWELL, "domain": 64, "host_link": 180 * GIGA}
 
@@ -94,7 +98,7 @@ def _card(pcie: float, host_gib: int, network: float) -> dict[str, float | int]:
     """A card without NVLink: up to 8 in a machine reach each other, and the host, over PCIe (GB/s each way).
     That a collective attains half of it is assumed: nobody measured it here."""
     return {"host_link": 0.85 * pcie * GIGA, "nvlink": 0.5 * pcie * GIGA, "host_memory": host_gib * GIB,
-            "network": network * GIGA, "has_fp8_kernels": False}  # fmt: skip
+            "network": network * GIGA, "has_fp8_kernels": False, "never_ran": True}  # fmt: skip
 
 
 # Name, GiB that torch sees, dense bf16 TFLOP/s with sums in float32, TB/s of memory. From Ada and Hopper on,
@@ -116,7 +120,7 @@ GPUS: dict[str, Gpu] = {
         _like_h200("rtx-pro-6000", 94.9, 503.8, 1.792, **_card(64, 128, 10)),
         _like_h200("l40s", 44.4, 362, 0.864, **_card(32, 128, 10)),
         _like_h200("a100", 79.2, 312, 2.04, low_precision_gain=1.0, host_link=22 * GIGA,
-                   nvlink=215 * GIGA, network=22 * GIGA, has_fp8_kernels=False),
+                   nvlink=215 * GIGA, network=22 * GIGA, has_fp8_kernels=False, never_ran=True),
         _like_h200("h100", 79.1, 989, 3.35),
         _H200,
         _like_h200("b200", 178.3, 2250, 8.0, **_BLACKWELL),

@@ -7,7 +7,7 @@ from typing import Any
 from fsdmoe.observe import print_table
 from fsdmoe.plan.advice import Advice, turns
 from fsdmoe.plan.estimate import HEADROOM, Estimate, shortage
-from fsdmoe.plan.hardware import GIB
+from fsdmoe.plan.hardware import GIB, NEVER_RAN
 from fsdmoe.plan.job import memory_plan
 from fsdmoe.plan.loads import EVEN
 from fsdmoe.plan.search import Candidate, Ranking, summary_of_losers, why_it_loses
@@ -198,6 +198,8 @@ def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int
             f"The busiest rank of a layer gets {skew.time:.2f} times an even share of the rows, and one rank "
             f"over all layers up to {skew.memory:.2f} times."
         )
+    if ranking.gpu.never_ran:
+        print(f"{NEVER_RAN}: take this as an estimate (docs/low_precision.md, Blackwell).")
     gains = [(turn.text, f"{turn.gain:+.1%}", turn.follows) for turn in turns(ranking, wanted, request)]
     if gains:
         print_table("What to turn", ("change", "tokens/s a GPU", "then"), gains)

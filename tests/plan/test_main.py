@@ -145,6 +145,7 @@ def test_an_emulated_run_is_not_sold_at_the_price_of_bf16(
     printed = capsys.readouterr().out
     assert "no price" in printed
     assert "The order is that of the same run in bf16" in printed
+    assert "fsdmoe never ran on such a card" in printed
 
 
 def test_the_guide_names_every_gpu_and_every_option() -> None:

@@ -16,6 +16,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fsdmoe.kernels.architecture import architecture
+
 # Programs of a persistent kernel where there is no GPU to ask (the interpreter): few, but more than one.
 _INTERPRETED_PROGRAMS = 3
 _COLUMNS = 1024
@@ -109,7 +111,7 @@ def _has_hooks() -> bool:
 
 def has_bulk_copies(device: torch.device) -> bool:
     """Hopper or Blackwell."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return architecture(device) != "other"
 
 
 @functools.lru_cache(maxsize=64)

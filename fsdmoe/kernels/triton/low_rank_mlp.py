@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdmoe.kernels.architecture import architecture
 from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, PreActivation, compute_experts
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, LowRankTerm, gate_up, project
@@ -41,7 +42,7 @@ def supports_updates(updates: LowRankUpdates) -> bool:
     return all(
         factor is None
         or (
-            torch.cuda.get_device_capability(factor.device)[0] == 9
+            architecture(factor.device) == "hopper"
             and factor.dtype == torch.bfloat16
             and factor.is_contiguous()
             and min(factor.shape[1:]) <= _MAX_RANK
