@@ -3,7 +3,9 @@
 Every contender has the same weights, inputs and gradients; gradients of weights go to float32 buffers, as in
 training. They run in turn, in an order that is turned round every round: what counts is the ratio within one
 run. "fresh" quantises the weight in each forward and each backward, as for weights that are gathered for
-every use; the others once, as for weights that stay or travel quantised. Errors are relative to bf16's.
+every use; the others once, as for weights that stay or travel quantised. "torchao" is precision.backend =
+"torchao", where it is installed: it quantises for each product and gives gradients in bf16. Errors are
+relative to fp64's.
 
     --shapes 0 2        only these shapes         --seconds 0.2        of one measurement
 """
@@ -11,6 +13,7 @@ every use; the others once, as for weights that stay or travel quantised. Errors
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 from dataclasses import dataclass
 
@@ -22,6 +25,7 @@ from fsdmoe.kernels.backend import has_fp8_products
 from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
+from fsdmoe.kernels.torchao_products import torchao_products
 from fsdmoe.precision.formats import Recipe
 from fsdmoe.precision.recipes import RecipeName, build_recipe
 
@@ -63,7 +67,7 @@ class Sink:
 class Contender:
     """The layers of a shape, by a recipe or in bf16."""
 
-    def __init__(self, shape: Shape, recipe: Recipe | None, *, stays: bool) -> None:
+    def __init__(self, shape: Shape, recipe: Recipe | None, *, stays: bool, by_torchao: bool = False) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
 
         def random(rows: int, columns: int) -> Tensor:
@@ -74,6 +78,11 @@ class Contender:
         for size in shape.outputs:
             layer = Linear(shape.inputs, size, bias=False, device="cuda", dtype=torch.bfloat16)
             layer.weight.data.copy_(random(size, shape.inputs) * shape.inputs**-0.5)
+            if by_torchao:
+                assert recipe is not None
+                layer.quantized = LinearPolicy(recipe, products=torchao_products(recipe.name, "hopper"))
+                self.layers.append(layer)
+                continue
             layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[attr-defined]
             if recipe is not None:
                 kept = KeptCodes(lambda: 0) if stays else None
@@ -86,6 +95,8 @@ class Contender:
 
     def step(self) -> Tensor:
         x = self.x.detach().requires_grad_()  # another tensor in every step, as in training
+        for layer in self.layers:
+            layer.weight.grad = None
         outputs = [layer(x) for layer in self.layers]
         torch.autograd.backward(outputs, self.gradients)
         assert x.grad is not None
@@ -95,30 +106,48 @@ class Contender:
         with torch.no_grad():
             outputs = self.forward()
         grad_x = self.step()
-        return [*outputs, grad_x, *(layer.weight.grad_sink.buffer for layer in self.layers)]  # type: ignore[attr-defined]
+        return [*outputs, grad_x, *map(_weight_grad, self.layers)]
+
+    def exact(self) -> list[Tensor]:
+        """The same in fp64, in the order of :meth:`results`."""
+        x = self.x.detach().double()
+        grads = [gradient.double() for gradient in self.gradients]
+        weights = [layer.weight.detach().double() for layer in self.layers]
+        grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+        assert isinstance(grad_x, Tensor)
+        return [*(x @ weight.t() for weight in weights), grad_x, *(grad.t() @ x for grad in grads)]
 
 
-def contenders() -> dict[str, tuple[Recipe | None, bool]]:
-    found: dict[str, tuple[Recipe | None, bool]] = {"bf16": (None, True)}
+def _weight_grad(layer: Linear) -> Tensor:
+    sink = getattr(layer.weight, "grad_sink", None)
+    found = layer.weight.grad if sink is None else sink.buffer
+    assert isinstance(found, Tensor)
+    return found
+
+
+def contenders(shape: Shape) -> dict[str, Contender]:
+    found = {"bf16": Contender(shape, None, stays=True)}
     for name in NAMES:
         recipe = build_recipe(name)
         assert recipe is not None
-        found[name] = recipe, True
+        found[name] = Contender(shape, recipe, stays=True)
         if name == "fp8_blockwise":
-            found[f"{name}, fresh"] = recipe, False
+            found[f"{name}, fresh"] = Contender(shape, recipe, stays=False)
+        if importlib.util.find_spec("torchao") is not None:
+            found[f"{name}, torchao"] = Contender(shape, recipe, stays=False, by_torchao=True)
     return found
 
 
 def worst(found: list[Tensor], exact: list[Tensor]) -> float:
     pairs = zip(found, exact, strict=True)
-    return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def compare(shape: Shape, *, seconds: float) -> None:
     print(f"\n{shape.name}: {shape.tokens} tokens, {shape.inputs} to {shape.outputs}")
     print("| | ms | TFLOP/s | x bf16 | error |\n| --- | --- | --- | --- | --- |", flush=True)
-    built = {name: Contender(shape, r, stays=s) for name, (r, s) in contenders().items()}
-    exact = built["bf16"].results()
+    built = contenders(shape)
+    exact = built["bf16"].exact()
     errors = {name: worst(contender.results(), exact) for name, contender in built.items()}
     runs: dict[str, Run] = {name: contender.step for name, contender in built.items()}
     times = {name: statistics.median(each) for name, each in alternate(runs, seconds, rounds=4).items()}

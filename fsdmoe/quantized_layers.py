@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -27,14 +27,17 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.fsdp import Engine
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.kernels.architecture import current_architecture
 from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
 from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.fp8_operands import takes_products
 from fsdmoe.kernels.linear import Linear
+from fsdmoe.kernels.products import Products
 from fsdmoe.kernels.quantized_linear import LinearPolicy
+from fsdmoe.kernels.torchao_products import require_torchao, torchao_parts, torchao_products
 from fsdmoe.models.projections import linear_forward
 from fsdmoe.placement import computes_on_dtensor
-from fsdmoe.precision.config import Part, PrecisionConfig
+from fsdmoe.precision.config import OWN_KEYS, Part, PrecisionConfig
 from fsdmoe.precision.formats import Recipe, blockwise_scale
 from fsdmoe.precision.operand_state import OperandState
 from fsdmoe.precision.quantized_weight import WeightCoding, quantize_for_gather
@@ -54,21 +57,53 @@ def check_recipe(precision: PrecisionConfig) -> None:
     """Refuse a recipe that nothing here can compute."""
     if precision.recipe == "bf16":
         return
+    engine = chosen_backend(precision)
     fused = _fused_parts(precision)
-    if not precision.emulate and not set(precision.covers) <= fused:
+    if engine == "torchao":
+        require_torchao()
+        fused |= torchao_parts(precision.recipe, current_architecture(), emulate=precision.emulate)
+    is_possible = precision.emulate and engine == "own"
+    if not is_possible and not set(precision.covers) <= fused:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
         parts = [part for part in precision.covers if part not in fused]
         others = [part for part in precision.covers if part in fused]
+        has_none = "torchao has no kernels" if engine == "torchao" else "there are no kernels"
         raise ConfigError(
-            f"precision.recipe: there are no kernels of {precision.recipe} for {where}, got precision.covers "
+            f"precision.recipe: {has_none} of {precision.recipe} for {where}, got precision.covers "
             f"with {', '.join(parts)}; set precision.emulate = true to compute what it rounds in plain torch "
             '(slowly), or precision.recipe = "bf16"'
             + (f"; or precision.covers = {json.dumps(others)}, which have kernels" if others else "")
+            + _other_backend(precision, engine)
         )
+
+
+def chosen_backend(precision: PrecisionConfig) -> Literal["own", "torchao"]:
+    """Whose products the recipe takes here. By itself a run takes torchao's on Blackwell alone, where fsdmoe
+    has none."""
+    if precision.backend != "auto":
+        return precision.backend
+    on = current_architecture()
+    takes_torchao = (
+        on == "blackwell"
+        and precision.param_dtype == "bfloat16"
+        and set(precision.covers) <= torchao_parts(precision.recipe, on)
+        and not any(getattr(precision, key) for key in OWN_KEYS)
+    )
+    return "torchao" if takes_torchao else "own"
+
+
+def _other_backend(precision: PrecisionConfig, engine: str) -> str:
+    """Which backend could compute what this one does not."""
+    found = torchao_parts(precision.recipe, current_architecture())
+    if engine == "torchao" or not set(precision.covers) <= found:
+        return ""
+    return "; or precision.backend = \"torchao\", which has some (pip install 'fsdmoe[torchao]')"
 
 
 def _fused_parts(precision: PrecisionConfig) -> set[Part]:
     """What is computed by kernels here; shapes are checked where they are known."""
+    if chosen_backend(precision) == "torchao":
+        return set(torchao_parts(precision.recipe, current_architecture()))
     return parts_with_kernels(precision, products=has_fp8_products(), experts=has_fp8_kernels())
 
 
@@ -102,6 +137,9 @@ def apply_recipe(
     states: list[OperandState] = []
     given: dict[nn.Module, Part] = {}
     fused = _fused_parts(precision)
+    products = None
+    if chosen_backend(precision) == "torchao":
+        products = torchao_products(precision.recipe, current_architecture())
     parts = {name: part for name, module in model.named_modules() if (part := part_of(name, module))}
     last = max((layer_number(name) or 0 for name in parts), default=0)
     _refuse_unused_patterns(precision.keep, parts)
@@ -113,7 +151,7 @@ def apply_recipe(
         if not is_inner or any(fnmatchcase(name, pattern) for pattern in precision.keep):
             found["kept"] += 1
         else:
-            states += _give(module, recipe, name, precision)
+            states += _give(module, recipe, name, precision, products)
             given[module] = part
             found[part] += 1
     if precision.quantized_weights:
@@ -134,6 +172,7 @@ def _line(recipe: Recipe, precision: PrecisionConfig, found: Counter[str]) -> st
     is_fused = bool(_fused_parts(precision) & set(precision.covers))
     how = " (emulated where there are no kernels)" if is_fused else " (emulated)"
     how = how if precision.emulate else ""
+    how = " by torchao" + how if chosen_backend(precision) == "torchao" else how
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
     travel = f"; {found['travel']} weights travel quantised" if precision.quantized_weights else ""
     return f"{recipe.name}{how}: modules {what}{kept}{travel}"
@@ -186,14 +225,20 @@ def _quantize_weights(
     return len(marked)
 
 
-def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) -> list[OperandState]:
+def _give(
+    module: Any, recipe: Recipe, name: str, precision: PrecisionConfig, products: Products | None
+) -> list[OperandState]:
     """The states of its projections, where there are any."""
+    if products is not None:
+        _check_widths(name, module, products)
     owner = module if isinstance(module, GroupedExperts) else parallel_forward_of(module)
     if owner is not None:
         if owner.policy.sequential:
             raise AssertionError("a recipe of sequential experts, which fsdmoe.config.compatibility refuses")
         first, second = _states((f"{name}.gate_up_proj", f"{name}.down_proj"), precision)
-        owner.policy = owner.policy._replace(recipe=recipe, emulate=precision.emulate, states=(first, second))
+        owner.policy = owner.policy._replace(
+            recipe=recipe, emulate=precision.emulate, states=(first, second), products=products
+        )
         return [state for state in (first, second) if state is not None]
     if computes_on_dtensor(module.weight):
         raise ConfigError(
@@ -202,8 +247,17 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
         )
     give_forward(name, module, Rewrite.RECIPE, "precision.recipe")
     (state,) = _states((name,), precision)
-    module.quantized = LinearPolicy(recipe, precision.emulate, state)
+    module.quantized = LinearPolicy(recipe, precision.emulate, state, products=products)
     return [] if state is None else [state]
+
+
+def _check_widths(name: str, module: nn.Module, products: Products) -> None:
+    for key, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() > 1 and any(width % products.width for width in parameter.shape[-2:]):
+            raise ConfigError(
+                f"precision.backend: expected widths that are multiples of {products.width} for "
+                f"{products.engine}, got {name}.{key} {tuple(parameter.shape)}; keep it out by precision.keep"
+            )
 
 
 def keep_codes(engine: Engine) -> None:

@@ -173,6 +173,18 @@ def test_a_run_on_products_in_fp8_is_the_emulated_run(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_run_on_torchaos_products_follows_our_own_on_other_ranks(tmp_path: Path) -> None:
+    keys = {
+        "precision__recipe": "mxfp8", "precision__emulate": True, "optim__lr": 3e-3, "model__head_dim": 16,
+        "model__moe_intermediate_size": 32, "precision__param_dtype": "bfloat16",
+    }  # fmt: skip
+    own = losses(tmp_path / "own", 1, **keys)
+    theirs = losses(tmp_path / "torchao", 2, mesh__ep=2, precision__backend="torchao", **keys)
+    assert theirs[-1] < theirs[0], "it learns"
+    assert theirs != own
+    assert theirs == pytest.approx(own, rel=5e-3)
+
+
 def test_a_run_may_send_rows_to_experts_in_eight_bits(tmp_path: Path) -> None:
     keys = {"optim__lr": 3e-3, "train__steps": 2, "mesh__ep": 2}
     plain = losses(tmp_path / "plain", 2, **keys)

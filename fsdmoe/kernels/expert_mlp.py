@@ -52,6 +52,7 @@ from fsdmoe.kernels.expert_operands import (
 )
 from fsdmoe.kernels.frozen_weights import DecodedProducts, frozen_values
 from fsdmoe.kernels.quantized_linear import refuse_other_codes
+from fsdmoe.kernels.torchao_products import experts_mlp_torchao
 from fsdmoe.precision.quantized_weight import scales_of
 
 
@@ -78,7 +79,7 @@ def expert_function(policy: ExpertPolicy) -> ExpertFunction:
     if policy.sequential:
         function = experts_mlp_reference
     elif policy.recipe is not None:
-        function = _experts_mlp_recipe
+        function = _experts_mlp_recipe if policy.products is None else experts_mlp_torchao
     elif policy.coded:
         return _experts_mlp_coded
     if policy.recompute and function is not _experts_mlp_fused:

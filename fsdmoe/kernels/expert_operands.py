@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdmoe.kernels.activations import GPT_OSS_LIMIT
 from fsdmoe.kernels.late_grads import LateGrads
+from fsdmoe.kernels.products import Products
 from fsdmoe.precision.formats import Recipe
 from fsdmoe.precision.operand_state import OperandState
 
@@ -88,6 +89,9 @@ class ExpertPolicy(NamedTuple):
     late: LateGrads | None = None
     """Where backward leaves the computation of weight gradients; None computes them at once. Only where both
     projections get one, and where a kernel or plain torch computes in the precision of the weights."""
+
+    products: Products | None = None
+    """With a recipe: another engine's, chosen by ``precision.backend``."""
 
     @property
     def may_be_late(self) -> bool:

@@ -24,6 +24,7 @@ from fsdmoe.kernels.fp8_linear import KeptCodes, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
+from fsdmoe.kernels.products import Products
 from fsdmoe.precision.formats import Product, Recipe
 from fsdmoe.precision.operand_state import UNWATCHED, OperandState, Watch, watch_of
 from fsdmoe.precision.quantize import rounded_product
@@ -41,6 +42,8 @@ class LinearPolicy(NamedTuple):
     """Statistics of its operands, where they are wanted."""
     kept: KeptCodes | None = None
     """The codes of its weight, where it stays in memory whole."""
+    products: Products | None = None
+    """Another engine's, chosen by ``precision.backend``."""
 
 
 # What was quantised is remembered: a compiled graph would not see it.
@@ -50,6 +53,8 @@ _outside_graphs = torch.compiler.disable(reason="codes and scales that are remem
 @_outside_graphs
 def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tensor:
     """``x @ weight.T`` by a recipe: on products in fp8, or emulated."""
+    if policy.products is not None:
+        return policy.products.linear(x, weight_NK)
     recipe, watch = policy.recipe, watch_of(policy.state)
     refuse_other_codes(weight_NK, recipe)
     if takes_fp8_products(x) and supports_linear(recipe, x, weight_NK):
@@ -89,6 +94,7 @@ def linears_by_recipe(
     recipe, ways = policies[0].recipe, {(w.requires_grad, sink_of(w) is None) for w in weights_NK}
     is_one_node = (
         len(ways) == 1  # of gradients: wanted or not, and who takes them
+        and policies[0].products is None
         and all(policy.recipe == recipe for policy in policies)
         and takes_fp8_products(x)
         and all(supports_linear(recipe, x, weight) for weight in weights_NK)

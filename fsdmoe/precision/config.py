@@ -20,6 +20,9 @@ Part = Literal["experts", "attention", "dense", "shared"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 MainDtype = Literal["float32", "bfloat16"]
 FrozenDtype = Literal["float8", "nf4", "int4"]
+Backend = Literal["auto", "own", "torchao"]
+OWN_KEYS = ("gradient_format", "power_of_two_scales", "statistics", "quantized_weights")
+"""What only fsdmoe's own kernels and emulation know."""
 FOUR_BIT_BLOCKS = {"nf4": 64, "int4": 128}
 
 
@@ -47,6 +50,9 @@ class PrecisionConfig:
     recipe: RecipeName = "bf16"
     """How matrix products of decoder layers are quantised (docs/low_precision.md). Routers, norms, embedding
     and head never are."""
+    backend: Backend = "auto"
+    """With a recipe: whose kernels quantise and multiply. own: fsdmoe's, for Hopper. torchao: torchao's, for
+    Hopper and Blackwell. auto: fsdmoe's, and torchao's on Blackwell (docs/low_precision.md)."""
     covers: tuple[Part, ...] = get_args(Part)
     """With a recipe: the parts that it covers."""
     keep_first_layers: int = 0
@@ -96,7 +102,7 @@ class PrecisionConfig:
             "main_dtype": get_args(MainDtype), "grad_dtype": (*get_args(MainDtype), None),
             "main_rounding": ("nearest", "stochastic"),
             "output_dtype": (*get_args(ComputeDtype), None),
-            "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None),
+            "recipe": RECIPES, "backend": get_args(Backend), "gradient_format": ("e4m3", "e5m2", None),
             "frozen_dtype": (*get_args(FrozenDtype), None),
             "frozen_block": (32, 64, 128, 256, 512, None),
             "qat": (*get_args(DeployedFormat), None),
@@ -148,6 +154,18 @@ class PrecisionConfig:
     def _recipe_problems(self) -> list[str]:
         """Keys that the recipe leaves without effect."""
         problems = []
+        if self.backend == "torchao":
+            problems += [
+                f'precision.{key}: expected none with precision.backend = "torchao", which quantises in its '
+                f'own way, got {getattr(self, key)}; drop the line, or set precision.backend = "own"'
+                for key in OWN_KEYS
+                if getattr(self, key)
+            ]
+            if self.param_dtype != "bfloat16":
+                problems.append(
+                    'precision.param_dtype: expected bfloat16 with precision.backend = "torchao", whose '
+                    f'products take no other, got {self.param_dtype}; set it, or precision.backend = "own"'
+                )
         if self.frozen_dtype is not None and self.recipe != "bf16":
             problems.append(
                 f"precision.frozen_dtype: expected precision.recipe = bf16, got {self.recipe}, whose "
@@ -156,6 +174,7 @@ class PrecisionConfig:
         if self.recipe == "bf16":
             defaults = PrecisionConfig.__dataclass_fields__
             idle = (
+                "backend",
                 "covers",
                 "keep_first_layers",
                 "keep_last_layers",
