@@ -1,31 +1,49 @@
-"""Kill a training run again and again with SIGKILL, many times inside a save, and see that nothing is lost.
+"""Kill a training run again and again, damage what it left, and see that nothing is lost.
 
 ::
 
-    python -m benchmarks.kill_test --kills 50 --ranks 2
+    python -m benchmarks.kill_test --kills 50
+    python -m benchmarks.kill_test --kills 1000 --folder /tmp/kills        goes on where it was interrupted
 
-Every life of the run resumes the newest checkpoint and trains on until it is killed: at a random moment, or
-at a chosen point of a save (before the data, in the middle of a file, before the manifest, before the rename,
-before the pointer, while an old checkpoint is deleted). After each death all visible checkpoints are verified
-byte by byte. In the end an uninterrupted run is compared with everything that the lives did: each step that
-any of them took must have read the same documents and given the same loss, bit for bit, and each life must
-have begun at the newest whole checkpoint.
+Every life of the run resumes the newest whole checkpoint and trains on until its end:
+
+=============  =============================================================================================
+kind           how a life ends
+=============  =============================================================================================
+node           all ranks are killed (SIGKILL) at a random moment
+rank           one rank is; the others find out by themselves
+save           one rank is at a point of a save: before the data, in the middle of a file, before the
+               manifest, before the rename, before the pointer, while an old checkpoint is deleted
+slow disk      as node, and each write takes long
+full disk      half of a file fits
+read-only      nothing can be written
+truncated      as node, and then a file of the newest checkpoint loses its end
+flipped        as node, and then a bit of it flips
+second run     as node, after another run has tried to start in the same folder, which must be refused
+=============  =============================================================================================
+
+After each end all visible checkpoints are verified byte by byte, but for one that was damaged. In the end an
+uninterrupted run is compared with everything that the lives did: each step that any of them took must have
+read the same documents and given the same loss, bit for bit, and each life must have begun at the newest
+whole checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +54,17 @@ from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.config import Config, build_config
+from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
+from fsdmoe.run_lock import RunLock
 from fsdmoe.testing import RankFailure, run_ranks
 from fsdmoe.train import Run
 
 POINTS = ("before data", "mid file", "before manifest", "before rename", "before pointer", "while deleting")
+KINDS = ("node", "rank", "slow disk", "full disk", "read-only", "truncated", "flipped", "second run")
+"""Those outside of saves, each as often as any other."""
 INTERVAL = 3
+SLOW_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -52,9 +75,15 @@ class Kill:
     save: int = 1
     rank: int = 0
     seconds: float | None = None
+    kind: str = "save"
 
     def __str__(self) -> str:
-        return f"{self.point} of save {self.save}" if self.point else f"after {self.seconds:.2f} s"
+        text = f"{self.point} of save {self.save}" if self.point else f"{self.kind}"
+        return text if self.seconds is None else f"{text} after {self.seconds:.2f} s"
+
+    def is_timed_on(self, rank: int) -> bool:
+        """Whether the clock ends this rank."""
+        return self.seconds is not None and (self.kind != "rank" or rank == self.rank)
 
 
 def die() -> None:
@@ -79,7 +108,14 @@ class FatalStorage(LocalStorage):
             die()
         if file == MANIFEST and self._is_due(name, "before manifest"):
             die()
+        if self._kill.kind == "read-only" and self._is_due(name, self._kill.kind):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         with super().create(name, file) as handle:
+            if self._kill.kind == "slow disk":
+                time.sleep(SLOW_SECONDS)
+            if self._kill.kind == "full disk" and self._is_due(name, self._kill.kind):
+                yield _Full(handle)
+                return
             yield _Dying(handle) if file.startswith("data-") and self._is_due(name, "mid file") else handle
 
     def commit(self, name: str) -> None:
@@ -113,6 +149,17 @@ class _Dying:
         die()
 
 
+class _Full:
+    """A file on a disk that is full after half of what is written."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def write(self, data: memoryview | bytes) -> None:
+        self._handle.write(memoryview(data)[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def config_of(folder: str, num_ranks: int) -> Config:
     problems: list[str] = []
     settings: dict[str, Any] = {
@@ -134,11 +181,15 @@ def config_of(folder: str, num_ranks: int) -> Config:
 def live(folder: str, kill: Kill | None, last_step: int) -> None:
     """One life: resume, train, write down every step in a journal, die or reach ``last_step``."""
     config = config_of(folder, dist.get_world_size())
-    run = Run(config, build_meshes(config.mesh))
     rank, journal = dist.get_rank(), Path(folder) / "journal.jsonl"
+    if rank == 0:
+        RunLock(Path(folder)).take()  # that of the life before is left, and its holder gone
+    run = Run(config, build_meshes(config.mesh))
     if kill is not None and kill.point is not None and rank == kill.rank:
         run.checkpoints.storage = FatalStorage(run.checkpoints.storage.root, kill)
-    if kill is not None and kill.seconds is not None:
+    if kill is not None and kill.kind == "second run" and rank == 0:
+        _refused_second_run(Path(folder))
+    if kill is not None and kill.is_timed_on(rank):
         timer = threading.Timer(kill.seconds, die)
         timer.daemon = True
         timer.start()
@@ -157,13 +208,26 @@ def live(folder: str, kill: Kill | None, last_step: int) -> None:
     run.close("done")
 
 
+def _refused_second_run(folder: Path) -> None:
+    """Another process tries to hold the folder, and must not get it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            RunLock(folder).take()
+        except ConfigError:
+            os._exit(0)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, "a second run was allowed in the same folder"
+
+
 def _note(journal: Path, line: dict[str, Any]) -> None:
     with journal.open("a") as handle:
         handle.write(json.dumps(line) + "\n")
 
 
 def plan_kills(count: int, in_saves: int, num_ranks: int, seed: int) -> list[Kill]:
-    """``in_saves`` kills spread over the points of a save, the others at random moments, shuffled."""
+    """``in_saves`` kills spread over the points of a save, the others over all other kinds, shuffled."""
     chance = random.Random(seed)
     kills = []
     for number in range(count):
@@ -173,7 +237,17 @@ def plan_kills(count: int, in_saves: int, num_ranks: int, seed: int) -> list[Kil
             rank = chance.randrange(num_ranks) if by_any else 0
             kills.append(Kill(point, save=chance.randint(2, 3), rank=rank))
         else:
-            kills.append(Kill(seconds=chance.uniform(0.02, 1.5)))
+            kind = KINDS[number % len(KINDS)]
+            at_save = kind in ("slow disk", "full disk", "read-only")
+            kills.append(
+                Kill(
+                    kind if at_save else None,
+                    save=chance.randint(1, 2),
+                    rank=chance.randrange(num_ranks),
+                    seconds=None if kind in ("full disk", "read-only") else chance.uniform(0.02, 1.5),
+                    kind=kind,
+                )
+            )
     chance.shuffle(kills)
     return kills
 
@@ -185,36 +259,66 @@ class Outcome:
     """Steps taken by all lives together, those that had to be taken again included."""
     repeated: int = 0
     worst_loss: int = 0
-    """Most steps that one kill cost."""
+    """Most steps that one kill cost, where no checkpoint was damaged after it."""
 
 
 def run_kills(folder: Path, kills: list[Kill], num_ranks: int, say: Any = print) -> Outcome:
-    """Live and die through all kills, then compare with an uninterrupted run."""
-    outcome, root = Outcome(), folder / "lives" / "checkpoints"
-    newest = 0
-    for number, kill in enumerate(kills):
-        before = _journal(folder / "lives")
-        with contextlib.suppress(RankFailure):
-            run_ranks(live, num_ranks, str(folder / "lives"), kill, 10**9, timeout=600, fresh=True)
-            raise AssertionError(f"{kill}: the run was not killed")
-        lines = _journal(folder / "lives")[len(before) :]
-        assert not lines or lines[0].get("resumed") == newest, (
-            f"{kill}: began at {lines[0]}, newest was {newest}"
-        )
-        found = entries(LocalStorage(root))
-        for entry in found:
-            open_verified(LocalStorage(root), entry.name, "full")
-        reached = max([line["step"] for line in lines if "step" in line], default=newest)
-        newest = found[0].step if found else 0
-        outcome.kills += 1
-        outcome.steps += sum("step" in line for line in lines)
-        outcome.worst_loss = max(outcome.worst_loss, reached - newest)
-        say(f"{number + 1:3d}. killed {kill!s:32s} at step {reached:4d}; newest whole one: {newest}")
+    """Live and die through all kills, then compare with an uninterrupted run. What an interrupted call has
+    done in the same folder is not done again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report = folder / "report.jsonl"
+    done = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    newest, damaged = (done[-1]["newest"], done[-1]["damaged"]) if done else (0, [])
+    for number, kill in enumerate(kills[len(done) :], len(done)):
+        line = _end_one_life(folder / "lives", kill, num_ranks, newest, damaged)
+        newest, damaged = line["newest"], line["damaged"]
+        done.append(line)
+        _note(report, line)
+        say(f"{number + 1:4d}. {kill!s:40s} at step {line['reached']:5d}; newest whole one: {newest}")
     last = newest + INTERVAL + 1
     run_ranks(live, num_ranks, str(folder / "lives"), None, last, timeout=600, fresh=True)
-    run_ranks(live, num_ranks, str(folder / "whole"), None, last, timeout=3600, fresh=True)
+    run_ranks(live, num_ranks, str(folder / "whole"), None, last, timeout=36_000, fresh=True)
+    whole = [line for line in done if line["kind"] not in ("truncated", "flipped")]
+    outcome = Outcome(len(done), sum(line["steps"] for line in done))
+    outcome.worst_loss = max(line["reached"] - line["newest"] for line in whole)
     _compare(_journal(folder / "lives"), _journal(folder / "whole"), last, outcome)
     return outcome
+
+
+def _end_one_life(lives: Path, kill: Kill, num_ranks: int, newest: int, damaged: list[str]) -> dict[str, Any]:
+    """One life from its start to what it leaves; a line of the report."""
+    root, before = lives / "checkpoints", len(_journal(lives))
+    with contextlib.suppress(RankFailure):
+        run_ranks(live, num_ranks, str(lives), kill, 10**9, timeout=600, fresh=True)
+        raise AssertionError(f"{kill}: the run was not killed")
+    lines = _journal(lives)[before:]
+    assert not lines or lines[0].get("resumed") == newest, f"{kill}: began at {lines[0]}, newest was {newest}"
+    found = [entry for entry in entries(LocalStorage(str(root))) if entry.name not in damaged]
+    for entry in found:
+        open_verified(LocalStorage(str(root)), entry.name, "full")
+    if kill.kind in ("truncated", "flipped") and len(found) > 1:  # with no whole one a run is refused
+        damage(root / found[0].name, kill)
+        damaged = [*damaged, found.pop(0).name]
+    steps = [line["step"] for line in lines if "step" in line]
+    newest = found[0].step if found else 0
+    reached = max(steps, default=newest)
+    facts = {"steps": len(steps), "reached": reached, "newest": newest, "damaged": damaged}
+    return {**asdict(kill), **facts}
+
+
+def damage(checkpoint: Path, kill: Kill) -> None:
+    """Cut off the end of the largest file, or flip one bit in it."""
+    file = max(checkpoint.glob("data-*"), key=lambda path: path.stat().st_size)
+    size = file.stat().st_size
+    with file.open("r+b") as handle:
+        if kill.kind == "truncated":
+            handle.truncate(size * 2 // 3)
+            return
+        at = random.Random(str(kill)).randrange(size)
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 1]))
 
 
 def _compare(lives: list[dict[str, Any]], whole: list[dict[str, Any]], last: int, outcome: Outcome) -> None:
@@ -241,26 +345,38 @@ def _journal(folder: Path) -> list[dict[str, Any]]:
     )
 
 
+def table(kills: list[Kill]) -> list[str]:
+    """How many of each kind, in Markdown."""
+    kinds = [kill.point if kill.kind == "save" else kill.kind for kill in kills]
+    rows = [f"| {kind} | {kinds.count(kind)} |" for kind in (*POINTS, *KINDS) if kind in kinds]
+    return ["| how a life ended | lives |", "| --- | --- |", *rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--in-saves", type=int, default=30, help="how many of them inside a save")
+    parser.add_argument("--in-saves", type=int, help="how many of them inside a save; default: three of five")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keep all here, and go on where a call was interrupted")
     options = parser.parse_args()
-    kills = plan_kills(options.kills, options.in_saves, options.ranks, options.seed)
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="fsdmoe-kills-") as folder:
-        outcome = run_kills(Path(folder), kills, options.ranks)
-    inside = sum(kill.point is not None for kill in kills)
-    seconds = time.perf_counter() - began
+    in_saves = options.kills * 3 // 5 if options.in_saves is None else options.in_saves
+    kills = plan_kills(options.kills, in_saves, options.ranks, options.seed)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="fsdmoe-kills-") as temporary:
+        outcome = run_kills(options.folder or Path(temporary), kills, options.ranks, say)
+    print("\n".join(table(kills)))
     print(
-        f"{outcome.kills} kills ({inside} inside a save) on {options.ranks} ranks in {seconds:.0f} s: every "
-        f"life began at the newest whole checkpoint, all checkpoints verified, {outcome.steps} steps taken, "
+        f"\n{outcome.kills} lives on {options.ranks} ranks: each began at the newest whole checkpoint, and "
+        f"all checkpoints were verified byte by byte after each. {outcome.steps} steps were taken, "
         f"{outcome.repeated} of them again, at most {outcome.worst_loss} lost by one kill (interval "
-        f"{INTERVAL}); every step read the documents and gave the loss of the uninterrupted run, bit for bit"
+        f"{INTERVAL}; twice as many where a save failed) where no checkpoint was damaged after it. Each step "
+        "read the documents and gave the loss of the uninterrupted run, bit for bit."
     )
 
 
