@@ -32,8 +32,9 @@ from rich.table import Table
 
 from fsdmoe.checkpoint.adapter_export import Layout, to_adapter
 from fsdmoe.checkpoint.adapter_merge import merge_adapter
-from fsdmoe.checkpoint.agree import together, world
-from fsdmoe.checkpoint.catalog import entries, require
+from fsdmoe.checkpoint.agree import from_first, together, world
+from fsdmoe.checkpoint.catalog import entries, require, retain
+from fsdmoe.checkpoint.compare import differences
 from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
 from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
 from fsdmoe.checkpoint.dcp_names import Family, parse_rule
@@ -86,6 +87,14 @@ def _parser() -> argparse.ArgumentParser:
     command = add("inspect", _inspect, "What a checkpoint holds, and what there is in a folder.", found)
     command.add_argument("--tensors", action="store_true", help="list every tensor")
     add("verify", _verify, "Check every byte against its checksum.", found)
+    inside = ("path", "a run's folder, or its folder of checkpoints")
+    add("list", _list, "The checkpoints of a folder, the newest first, with their sizes.", inside)
+    command = add("prune", _prune, "Delete old checkpoints; the newest stays.", inside)
+    command.add_argument("--keep-last", type=int, required=True, help="newest ones to keep")
+    command.add_argument("--keep-every", type=int, default=0, help="also keep steps divisible by this")
+    second = ("second", "another checkpoint, or a run's folder")
+    command = add("diff", _diff, "What differs between two checkpoints; 1 if anything does.", found, second)
+    command.add_argument("--most", type=int, default=20, help="tensors to list")
     out = ("out", "folder to make")
     command = add("to-hf", _to_hf, "Write the model as a Hugging Face folder.", found, out)
     command.add_argument(
@@ -295,6 +304,41 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
             f"{names[0]}: {len(index.files)} files, {decimal(total)}, every block is right ({seconds:.1f} s)"
         )
     return 0
+
+
+def _list(options: argparse.Namespace, console: Console) -> int:
+    root, _, _ = together(lambda: require(options.path))
+    storage = open_storage(root)
+    rows = []
+    for entry in entries(storage):
+        index = open_verified(storage, entry.name, "fast") if entry.serial else None
+        size = decimal(sum(file.num_bytes for file in index.files.values())) if index else "unreadable"
+        rows.append((entry.name, size, str(index.about.get("written", "")) if index else ""))
+    console.print(_table(("checkpoint", "size", "written"), rows, root))
+    return 0
+
+
+def _prune(options: argparse.Namespace, console: Console) -> int:
+    if options.keep_last < 1:
+        raise ConfigError(f"--keep-last: expected 1 or more, got {options.keep_last}; the newest stays")
+    root, _, is_one = together(lambda: require(options.path))
+    if is_one:
+        raise ConfigError(
+            f"{options.path}: expected a folder of checkpoints, got one checkpoint; name its folder"
+        )
+    gone = from_first(lambda: retain(open_storage(root), options.keep_last, options.keep_every))
+    console.print(f"{root}: deleted {', '.join(gone) or 'nothing'}")
+    return 0
+
+
+def _diff(options: argparse.Namespace, console: Console) -> int:
+    first, second = open_newest(options.path), open_newest(options.second)
+    found, num_equal = differences(first, second)
+    shown = [(each.name, each.text) for each in found[: options.most]]
+    if shown:
+        console.print(_table(("tensor", "differs"), shown, f"{first.name} and {second.name}"))
+    console.print(f"{len(found)} tensors differ, {num_equal} are the same, bit for bit")
+    return int(bool(found))
 
 
 def _to_hf(options: argparse.Namespace, console: Console) -> int:

@@ -50,6 +50,33 @@ def test_inspect_shows_the_folder_and_the_newest(folder: Path, capsys: pytest.Ca
     assert "step 1" in out
 
 
+def test_list_and_prune_show_and_delete_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "list", folder)
+    assert code == 0
+    assert out.index("step_00000002") < out.index("step_00000001")
+    code, out, _ = run(capsys, "prune", folder, "--keep-last", 1)
+    assert code == 0
+    assert "deleted step_00000001" in " ".join(out.split())
+    assert not (folder / "step_00000001").exists()
+    code, _, err = run(capsys, "prune", folder / "step_00000002", "--keep-last", 1)
+    assert code == 1
+    assert "expected a folder of checkpoints" in " ".join(err.split())
+
+
+def test_diff_names_the_tensors_that_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = folder / "step_00000001", folder / "step_00000002"
+    code, out, _ = run(capsys, "diff", one, two)
+    assert (code, "0 tensors differ, 1 are the same" in out) == (0, True)
+    changed = torch.ones(100, 200)
+    changed[3, 4] = 1.5
+    checkpoint.save(folder / "other", w={"w": changed})
+    checkpoint.save(folder / "third", w={"w": torch.ones(100, 200)}, v={"v": torch.ones(1)})
+    code, out, _ = run(capsys, "diff", folder / "other", folder / "third")
+    assert code == 1
+    assert "at most 0.5" in out
+    assert "only in third" in out
+
+
 def test_verify_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "verify", folder)
     assert code == 0
