@@ -52,7 +52,6 @@ NO_PAIRS = {
     "lifecycle.py: ": "found out in training",
     "memory/pinned.py: ": "a limit of the machine",
     "observe/dead_experts.py: ": "a warning",
-    "optim/moments.py: ": "a size that does not divide another",
     "plan/fake_step.py: ": "what a fake step cannot follow, not a run",
     "precision/loss_scale.py: ": "a warning",
     "quantized_layers.py: computes on DTensors": "found out of the model",
