@@ -27,7 +27,6 @@ from torch import Tensor
 
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.ragged_attention import has_frontend, ragged_backward, ragged_forward, takes
-from fsdmoe.kernels.architecture import architecture
 
 Kernel = Literal["flash", "cudnn", "ragged"]
 
@@ -48,7 +47,7 @@ def choose_kernel(q_NHD: Tensor, v_MGE: Tensor, block: Block) -> Kernel | None:
     if is_long and block.is_uniform:
         return "cudnn"
     # Measured on Hopper alone.
-    is_hopper = architecture(q_NHD.device) == "hopper"
+    is_hopper = torch.cuda.get_device_capability(q_NHD.device)[0] == 9
     return "ragged" if is_hopper and has_frontend() and takes(q_NHD, v_MGE, block) else "flash"
 
 
