@@ -132,7 +132,7 @@ def show_rates(config: ModelConfig, args: argparse.Namespace) -> None:
                 ),
             }
             for title, (work, run) in rows.items():
-                with kernels(name):  # type: ignore[arg-type]
+                with kernels(name):
                     run()
                     took = milliseconds(run, repeats, DEVICE)
                 rate = count * work / took / 1e9

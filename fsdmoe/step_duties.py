@@ -7,6 +7,7 @@ duty                    when there is one
 :class:`RecipeDuty`     ``precision.statistics``: figures of quantised operands
 :class:`BiasDuty`       ``experts.balance.bias_rate``: routers' biases follow the loads
 :class:`ClipDuty`       ``optim.qk_clip``: heads with large logits get smaller weights
+:class:`AverageDuty`    ``optim.ema``: an average follows the weights
 ======================  ======================================================================================
 
 Those that look after a long run are in :mod:`fsdmoe.health.duties`. A plain run has none. All duties are
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from fsdmoe.experts.bias import BiasedRouter, update_biases
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.optim.config import OptimConfig
+from fsdmoe.optim.ema import WeightAverage
 from fsdmoe.optim.qk_clip import QKClip
 from fsdmoe.parallel import flex_state_of
 from fsdmoe.quantized_state import QuantizedState, state_of
@@ -87,21 +89,33 @@ class ClipDuty(StepDuty):
         self._clip = clip
 
     def discard(self) -> None:
-        self._clip.clear()
+        self._clip.reset()
 
     def after_update(self, loads_LE: Tensor) -> None:
         self._clip.step()
 
     def figures(self, *, is_logged: bool) -> dict[str, Any]:
-        self._clip.clear()  # of a step that was skipped
+        self._clip.reset()  # of a step that was skipped
         if not is_logged:
             return {}
         largest = enumerate(self._clip.largest())
         return {"attention_logits": {f"layer {number}": value for number, value in largest}}
 
 
+class AverageDuty(StepDuty):
+    def __init__(self, average: WeightAverage) -> None:
+        self._average = average
+
+    def after_update(self, loads_LE: Tensor) -> None:
+        self._average.update()
+
+
 def step_duties(
-    model: nn.Module, routers: Sequence[BiasedRouter], bias_rate: float, optim: OptimConfig
+    model: nn.Module,
+    routers: Sequence[BiasedRouter],
+    bias_rate: float,
+    optim: OptimConfig,
+    average: WeightAverage | None,
 ) -> list[StepDuty]:
     """Those of a model from ``parallelize``, whose own routers are ``routers``."""
     duties: list[StepDuty] = []
@@ -113,4 +127,6 @@ def step_duties(
         duties.append(BiasDuty(routers, bias_rate))
     if optim.qk_clip:
         duties.append(ClipDuty(QKClip(model, optim.qk_clip, rows=optim.qk_clip_rows)))
+    if average is not None:  # behind whatever changes weights
+        duties.append(AverageDuty(average))
     return duties

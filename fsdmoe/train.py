@@ -34,6 +34,7 @@ from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
 from fsdmoe.optim import (
+    WeightAverage,
     build_optimizer,
     clip_grad_norm,
     freeze,
@@ -95,8 +96,9 @@ class Run:
             self.decoder = PreferenceLM(self.decoder, config.preference)
         self.samples = Samples(train.sample_prompts, config.data, meshes.device)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.average = WeightAverage(self.model, config.optim.ema) if config.optim.ema.decay else None
         bias_rate = config.experts.balance.bias_rate
-        self.duties = step_duties(self.model, self.decoder.routers(), bias_rate, config.optim)
+        self.duties = step_duties(self.model, self.decoder.routers(), bias_rate, config.optim, self.average)
         self.moe_layers = [f"layer {number}" for number in self.decoder.moe_layers()]
         self.max_norm = config.optim.grad_clip or math.inf
         self.tokens_per_step = train.global_batch_size * config.data.seq_len
@@ -108,6 +110,8 @@ class Run:
                 resumed = self.checkpoints.load(self.state())
             else:
                 resumed = self.checkpoints.load_only(self.state(), is_optional=config.model.hf is not None)
+        if self.average is not None and not self.average.is_loaded:
+            self.average.start()
         if resumed is not None:
             stored = resumed.get("progress", {})
             self.scaler.load_state_dict(stored.pop("loss_scale", {}))
@@ -131,7 +135,8 @@ class Run:
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""
         progress = {**self.progress, "loss_scale": self.scaler.state_dict()}
-        return {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
+        parts = {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
+        return parts if self.average is None else parts | {"ema": self.average}
 
     def train_step(self, inputs: Any = None, began: float = 0.0) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
@@ -200,6 +205,13 @@ class Run:
         """The mean loss over the held-out documents."""
         return self.feed.held_out_loss(self.decoder, self.data.eval_batches(self.config.train.eval_batches))
 
+    def evaluate_average(self) -> float | None:
+        """The same of the averaged weights, if there are any."""
+        if self.average is None:
+            return None
+        with self.average.applied():
+            return self.evaluate()
+
     def loop(self, received: list[int]) -> str:
         """Step until the run is done or asked to stop; returns how it ended."""
         train = self.config.train
@@ -217,7 +229,7 @@ class Run:
             lifecycle.refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
             is_last = step == train.steps
             if train.evaluates_at(step):
-                self.observer.log_eval(step, self.evaluate())
+                self.observer.log_eval(step, self.evaluate(), self.evaluate_average())
                 self.observer.log_samples(step, self.samples.generate(self.decoder))
             asked = lifecycle.signal_of_any_rank(received, self.meshes.device)
             is_end = (is_last or bool(asked)) and self.config.checkpoint.interval >= 0

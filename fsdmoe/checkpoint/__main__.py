@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=_DTYPES, help="of the weights; default: what the model's config says"
     )
     command.add_argument("--fp8", action="store_true", help="projections in DeepSeek-V3's blockwise FP8")
+    command.add_argument("--ema", action="store_true", help="the averaged weights (optim.ema)")
     command.add_argument(
         "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
     )
@@ -345,7 +346,7 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
     reader = open_newest(options.path)
     policy = ExportPolicy(
         dtype=_DTYPES.get(options.dtype), fp8=options.fp8, shard_bytes=int(options.shard_size * 1e9),
-        config=_config_of(options.config_from), files_from=options.config_from,
+        config=_config_of(options.config_from), files_from=options.config_from, ema=options.ema,
     )  # fmt: skip
     total = sum(t.num_bytes for key, t in reader.index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
     with _bar(console, f"{reader.name} to {options.out}", total) as step:

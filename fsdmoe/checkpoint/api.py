@@ -36,7 +36,7 @@ from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verif
 from fsdmoe.checkpoint.settings import OptimizerSettings
 from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
 from fsdmoe.checkpoint.taken_codes import take_codes, takeable
-from fsdmoe.checkpoint.tree import Tree, split_tree
+from fsdmoe.checkpoint.tree import SEPARATOR, Tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.mesh import Meshes
 from fsdmoe.precision.deployed_formats import all_roundings
@@ -162,7 +162,7 @@ def load_first(
 def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: LoadPolicy) -> Loaded:
     index = together(lambda: open_verified(storage, name, policy.verify, policy.threads))
     require_alike({f"{storage.root}/{name}": index.digest()}, "load it from a folder that all ranks share")
-    parts = _without(f"{storage.root}/{name}", index.about, parts)
+    parts = _without(f"{storage.root}/{name}", index, parts)
     coded = coded_parts(parts)
     index, base = _apart(index, [key for _, tree in coded for key in split_tree(tree)[0]])
 
@@ -204,10 +204,15 @@ def _apart(index: Index, names: list[str]) -> tuple[Index, Index]:
     return dataclasses.replace(index, tensors=rest), dataclasses.replace(index, tensors=base)
 
 
-def _without(where: str, about: Tree, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts that a converted checkpoint can have: another program's position in the data means nothing
-    here, so the data starts from the beginning."""
-    absent = [key for key in about.get("without", []) if key in parts]
+def _without(where: str, index: Index, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts that a checkpoint has. An average of weights may be new to a run. Another program's position
+    in the data means nothing here, so the data starts from the beginning."""
+    sections = {*index.values, *(key.split(SEPARATOR, 1)[0] for key in index.tensors)}
+    new = [key for key, part in parts.items() if getattr(part, "is_optional", False) and key not in sections]
+    if new and world()[0] == 0:
+        logger.warning("%s has no %s: it starts from the weights", where, ", ".join(new))
+    parts = {key: part for key, part in parts.items() if key not in new}
+    absent = [key for key in index.about.get("without", []) if key in parts]
     if absent and world()[0] == 0:
         logger.warning(
             "%s was converted and has no %s: it starts from the beginning", where, ", ".join(absent)

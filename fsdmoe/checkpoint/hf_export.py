@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -104,6 +104,8 @@ class ExportPolicy:
     """Largest size of a file."""
     config: Tree | None = None
     """config.json; None takes what the checkpoint says about its model."""
+    ema: bool = False
+    """The averaged weights (``optim.ema``) instead of the last ones."""
     files_from: str | None = None
     """A folder from which tokenizer files and the like are copied; None takes those of the run's tokenizer,
     if it is still where it was."""
@@ -127,6 +129,8 @@ def to_hf(
     """
     policy = policy or ExportPolicy()
     reader = open_newest(source)
+    if policy.ema:
+        reader.index = averaged(reader.name, reader.index)
     index = reader.index
     _refuse_adapters(reader.name, index)
     _refuse_not_held(index)
@@ -222,6 +226,20 @@ def _tokenizer_of(about: Tree) -> str | None:
 def _is_native(index: Index) -> bool:
     """Of gpt-oss, whose router has another name in the native decoder; of others it makes no difference."""
     return not any(".mlp.router." in name for name in index.tensors)
+
+
+def averaged(name: str, index: Index) -> Index:
+    """With averaged weights where there are any; what is not trained has none."""
+    averages = {
+        key.replace("ema/tensors/", "model/", 1): stored
+        for key, stored in index.tensors.items()
+        if key.startswith("ema/tensors/")
+    }
+    if not averages:
+        raise CheckpointError(
+            f"{name}: expected averaged weights, got a checkpoint of a run without optim.ema; leave --ema out"
+        )
+    return replace(index, tensors=index.tensors | averages)
 
 
 def plan_tensors(

@@ -23,6 +23,7 @@ from fsdmoe.experts.config import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
 from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refuse_together, refused_rows
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FROZEN_CODES, LEAN, SHARDING_ROWS
 from fsdmoe.optim.config import (
+    EMA,
     MUON,
     OFFLOADED_TWICE,
     QK_CLIP,
@@ -160,6 +161,11 @@ QK_CLIP_ROWS = (
     Row(QK_CLIP, on.DYNAMIC_CONTEXT, NOT_BUILT, _PIECE),
 )
 
+EMA_ROWS = (
+    Row(EMA, on.ANY_GRAPHS, NOT_BUILT, "weights that change places for an evaluation are not captured"),
+    Row(EMA, on.ADAPTERS, NOT_BUILT, "adapters are stored and exported without an average"),
+)
+
 _WITH_GRAPHS = "tests/behaviour/test_graphs_gpu.py"
 TESTED_ROWS = (
     *(
@@ -194,8 +200,7 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 REFUSED: tuple[Row, ...] = (
     *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS, *MUON_ROWS,
-    *QK_CLIP_ROWS,
-    EXPERTS_ELSEWHERE, *OTHER_ROWS,
+    *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(
     Row(MUON, other, RIGHT, "tests/behaviour/optim/test_muon_pairs.py")
@@ -207,7 +212,13 @@ _WITH_QK_CLIP = tuple(
     for other in (*EXACT, CPU_OFFLOAD, MUON)
     if other not in (on.CONTEXT_PARALLELISM, on.EXCHANGED_HEADS)
 )
-TABLE: tuple[Row, ...] = (*REFUSED, *TESTED_ROWS, *_WITH_MUON, *_WITH_QK_CLIP, *_exact_rows(REFUSED))
+_WITH_EMA = tuple(
+    Row(EMA, other, RIGHT, "tests/behaviour/optim/test_ema_pairs.py")
+    for other in (*EXACT, CPU_OFFLOAD, SMALL_MOMENTS, MUON, QK_CLIP)
+)
+TABLE: tuple[Row, ...] = (
+    *REFUSED, *TESTED_ROWS, *_WITH_MUON, *_WITH_QK_CLIP, *_WITH_EMA, *_exact_rows(REFUSED),
+)  # fmt: skip
 
 
 class ChosenKeys:

@@ -3,9 +3,9 @@
 Three kinds of rows. A step: ``step, tokens, loss, lr, grad_norm, tokens_per_s, tflops, mfu, memory_gib,
 seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures (with the
 ``flex`` dispatcher also ``exchange``: how full buffers were, how often they were too small; with
-``optim.qk_clip`` also ``attention_logits``: layer name -> the largest). An evaluation: ``step, eval_loss``.
-Operands of quantised layers, on request: ``step, operands``. What is not a finite number is written as null,
-so that every line is valid JSON.
+``optim.qk_clip`` also ``attention_logits``: layer name -> the largest). An evaluation: ``step, eval_loss``
+(and ``eval_loss_ema``, of averaged weights). Operands of quantised layers, on request: ``step, operands``.
+What is not a finite number is written as null, so that every line is valid JSON.
 """
 
 import json
@@ -25,6 +25,7 @@ _TAGS = {
     "grad_norm": "train/grad_norm",
     "loss_scale": "train/loss_scale",
     "eval_loss": "eval/loss",
+    "eval_loss_ema": "eval/loss_ema",
     "tokens_per_s": "speed/tokens_per_s",
     "tflops": "speed/tflops",
     "mfu": "speed/mfu",

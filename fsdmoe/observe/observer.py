@@ -70,10 +70,10 @@ class Observer:
         if self._main is not None:
             self._main.log_step(record, due=self.wants(record.step))
 
-    def log_eval(self, step: int, eval_loss: float) -> None:
-        """An evaluation after ``step`` is over."""
+    def log_eval(self, step: int, eval_loss: float, averaged: float | None = None) -> None:
+        """An evaluation after ``step`` is over; ``averaged``: of averaged weights."""
         if self._main is not None:
-            self._main.log_eval(step, eval_loss)
+            self._main.log_eval(step, eval_loss, averaged)
 
     def log_samples(self, step: int, samples: Mapping[str, str]) -> None:
         """How the model goes on with each prompt after ``step``; none, and nothing is said."""
@@ -241,8 +241,9 @@ class _MainRank:
         self._row_skipped = record.skipped
         return finite_or_none(row)
 
-    def log_eval(self, step: int, eval_loss: float) -> None:
-        row = finite_or_none({"step": step, "eval_loss": eval_loss})
+    def log_eval(self, step: int, eval_loss: float, averaged: float | None = None) -> None:
+        row = {"step": step, "eval_loss": eval_loss}
+        row = finite_or_none(row if averaged is None else row | {"eval_loss_ema": averaged})
         self._metrics.write(row)
         self._history.add(row)
         value = row["eval_loss"]
@@ -253,7 +254,8 @@ class _MainRank:
             self._board.evaluation(row)
         for each in self._loggers:
             each.log(step, row_scalars(row))
-        self.screen.note(f"step {step}: evaluation loss {value:.4f}")
+        of_average = "" if averaged is None else f", of averaged weights {averaged:.4f}"
+        self.screen.note(f"step {step}: evaluation loss {value:.4f}{of_average}")
 
     def log_samples(self, step: int, samples: Mapping[str, str]) -> None:
         self._metrics.write({"step": step, "samples": dict(samples)})

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from fsdmoe.optim.build import build_optimizer, count_state
     from fsdmoe.optim.clipping import GradNorm, clip_grad_norm, grad_norm
     from fsdmoe.optim.config import OptimConfig
+    from fsdmoe.optim.ema import WeightAverage
+    from fsdmoe.optim.ema_config import EMAConfig
     from fsdmoe.optim.group_config import GroupConfig
     from fsdmoe.optim.groups import freeze, group_lines
     from fsdmoe.optim.muon import Muon
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdamW",
+    "EMAConfig",
     "GradNorm",
     "GroupConfig",
     "Muon",
     "MuonConfig",
     "OptimConfig",
     "QKClip",
+    "WeightAverage",
     "build_optimizer",
     "clip_grad_norm",
     "count_state",

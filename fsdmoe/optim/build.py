@@ -9,6 +9,7 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.memory_plan import MomentBytes, MomentCount
 from fsdmoe.optim.adamw import AdamW
 from fsdmoe.optim.config import MomentDtype, OptimConfig, check_rounding
+from fsdmoe.optim.ema import with_average
 from fsdmoe.optim.groups import is_matrix, make_groups
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, moment_bytes
 from fsdmoe.optim.muon import Muon, muon_bytes
@@ -53,7 +54,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def count_state(config: OptimConfig, precision: PrecisionConfig) -> MomentCount:
-    """What the optimizer of :func:`build_optimizer` will hold for groups of parameters: for plans."""
+    """What the optimizer of :func:`build_optimizer`, and an average of the weights, will hold for groups of
+    parameters: for plans."""
+    count = _count_moments(config, precision)
+    return with_average(count, config.ema) if config.ema.decay else count
+
+
+def _count_moments(config: OptimConfig, precision: PrecisionConfig) -> MomentCount:
     if config.name == "sgd":
         return lambda groups, at: MomentBytes(0)  # it has no momentum
     policy = _moment_policy(config, precision)

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refuse_together
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FSDPConfig
+from fsdmoe.optim.ema_config import EMAConfig
 from fsdmoe.optim.group_config import GroupConfig, group_problems
 from fsdmoe.optim.muon_config import MuonConfig
 from fsdmoe.precision.config import PrecisionConfig
@@ -59,6 +60,7 @@ class OptimConfig:
     """With state_offload: of the moments in host memory, the share, 0 to 1, that the device has space for. It
     is copied during backward, the rest during forward. Less saves more memory, and costs time."""
     muon: MuonConfig = field(default_factory=MuonConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
     qk_clip: float = 0.0
     """The largest attention logit of a head past which its query and key weights are scaled down after the
     step (MuonClip; Kimi K2 has 100); 0 is off."""
@@ -110,6 +112,11 @@ class OptimConfig:
                 "0; set that, or drop the line"
             )
         problems += group_problems(self.groups, self.name)
+        if not self.ema.decay and self.ema != EMAConfig():
+            problems.append(
+                "optim.ema: expected optim.ema.decay above 0, which its other keys are about, got 0; set "
+                "that, or drop [optim.ema]"
+            )
         if self.name != "muon" and self.muon != MuonConfig():
             problems.append(
                 f'optim.muon: expected optim.name = "muon", which it is about, got "{self.name}"; '
@@ -170,6 +177,10 @@ QK_CLIP = Feature(
     off="0",
     is_on=lambda chosen: chosen["optim.qk_clip"] > 0,
 )
+EMA = Feature(
+    name="averaged weights", key="optim.ema.decay", shown="above 0", off="0",
+    is_on=lambda chosen: chosen["optim.ema.decay"] > 0,
+)  # fmt: skip
 SMALL_MOMENTS = Feature(
     name="moments in eight bits", key="optim.moment_dtype", shown='"float8"', off='"float32"',
     is_on=lambda chosen: "float8" in chosen["optim"].moment_dtypes,

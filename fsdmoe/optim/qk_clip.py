@@ -79,7 +79,7 @@ class QKClip:
         self._scaled = [[_Scaled.of(each, homes) for each in _parameters(module)] for module in found]
         self._seen = self._flat
         for largest_H, module in zip(self._layers, found, strict=True):
-            calls = module.memory_calls  # type: ignore[attr-defined]
+            calls: dict[str, Any] = vars(module)["memory_calls"]
             calls["attend"] = partial(self._attend, largest_H, module, calls["attend"])
 
     def _attend(
@@ -107,9 +107,9 @@ class QKClip:
             for each in scaled:
                 each.multiply(factor_H)
         self._seen = self._flat.clone()
-        self.clear()
+        self.reset()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Drop what was seen: the step is not taken."""
         self._flat.fill_(-torch.inf)
 
@@ -127,14 +127,17 @@ class _Scaled:
         self._group, self._param, self._factors = group, param, factors
 
     @classmethod
-    def of(cls, found: tuple[str, nn.Parameter, Factors], homes: dict[Any, Any]) -> _Scaled:
+    def of(
+        cls, found: tuple[str, nn.Parameter, Factors], homes: dict[Any, tuple[ParamGroup, FlatParam]]
+    ) -> _Scaled:
         name, parameter, factors = found
         if parameter not in homes or not parameter.requires_grad:
             raise ConfigError(
                 f"optim.qk_clip: expected {name} to be trained, which it scales, got a frozen one; take it "
                 "out of frozen groups, or set optim.qk_clip = 0"
             )
-        return cls(*homes[parameter], factors)
+        group, param = homes[parameter]
+        return cls(group, param, factors)
 
     def multiply(self, factor_H: Tensor) -> None:
         group = self._group
