@@ -197,7 +197,8 @@ def check_slices(group: GroupPlan, policy: MomentPolicy) -> None:
 
 
 def _cut_problem(plan: ParamPlan, key: str, run: int, block: int) -> str:
-    kept = "float8 (and precision.main_rounding: stochastic, optim.ema.dtype: bfloat16)" if block == BLOCK else "torchao"
+    own = "float8 (and precision.main_rounding: stochastic, optim.ema.dtype: bfloat16)"
+    kept = own if block == BLOCK else "torchao"
     advice = "bfloat16 (and nearest)" if block == BLOCK else "float8"
     return (
         f"optim.moment_dtype: {kept} keeps {block} elements in a block, but {key} leaves {run} side by side "

@@ -26,6 +26,7 @@ from fsdmoe.fsdp.engine import Engine, engine_of
 from fsdmoe.fsdp.memory_plan import MomentBytes, MomentCount
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.newton_schulz import newton_schulz
 from fsdmoe.mesh import Axis
 from fsdmoe.optim.adamw import AdamW
@@ -195,9 +196,8 @@ class _Step:
         self._follow_gradients()
         outgoing = self._like.new_empty(sum(plan.parts_to))
         for copy in plan.parts:
-            self._look_ahead(copy, outgoing)
+            self._put_ahead(copy, outgoing)
         incoming, work = self._start(outgoing, plan.parts_from, plan.parts_to)
-        self._decay()
         results = self._like.new_empty(sum(plan.results_to))
         for batch in plan.here:
             self._compute(batch, incoming, results)
@@ -226,21 +226,18 @@ class _Step:
             else:
                 momentum.copy_(momentum.float().lerp_(grad.float(), weight))
 
-    def _look_ahead(self, copy: RangeCopy, to: torch.Tensor) -> None:
-        """Write what is to be orthogonalised, of a range of a parameter, up to a factor: Newton–Schulz
-        divides by the norm."""
-        place = to[copy.place : copy.place + copy.numel]
+    def _put_ahead(self, copy: RangeCopy, flat: torch.Tensor) -> None:
+        """Write what is to be orthogonalised, of a range of a parameter, to its place."""
         part = slice(copy.offset, copy.offset + copy.numel)
-        momentum = self._params[copy.param].momentum[part]
+        momentum, grad = self._params[copy.param].momentum[part], self._grads[copy.param][part]
+        out = flat[copy.place : copy.place + copy.numel]
+        fused = triton_for(grad)
         if not self._config.nesterov:
-            place.copy_(momentum)
-            return
-        grad = self._grads[copy.param][part].float()
-        factor = self._config.momentum / (1 - self._config.momentum)
-        if grad.device == place.device:
-            torch.add(grad, momentum.float(), alpha=factor, out=place)  # rounded as it is written
+            out.copy_(momentum)
+        elif fused is not None and grad.device == out.device:
+            fused.look_ahead_triton(grad, momentum, out, self._config.momentum)
         else:
-            place.copy_(torch.add(grad, momentum.float(), alpha=factor))
+            out.copy_(grad.float().lerp(momentum.float(), self._config.momentum))
 
     def _start(
         self, outgoing: torch.Tensor, counts_from: list[int], counts_to: list[int]
@@ -253,12 +250,6 @@ class _Step:
         )
         return incoming, work
 
-    def _decay(self) -> None:
-        for param, main in zip(self._params, self._mains, strict=True):
-            rate = param.settings["lr"] * param.settings["weight_decay"]
-            if rate:
-                main.mul_(1 - (rate if self._found_inf is None else rate * (1 - self._found_inf)))
-
     def _compute(self, batch: MatrixBatch, incoming: torch.Tensor, results: torch.Tensor) -> None:
         """Orthogonalise the blocks of a batch; what this rank holds of them is stepped, the rest goes to
         ``results``."""
@@ -266,7 +257,7 @@ class _Step:
         form = self._params[number].matrices.form
         blocks = self._like.new_empty(batch.count * form.numel)
         for copy in batch.own:
-            self._look_ahead(copy, blocks)
+            self._put_ahead(copy, blocks)
         for packed, place, numel in batch.received:
             blocks[place : place + numel].copy_(incoming[packed : packed + numel])
         matrices = form.join(blocks.view(batch.count, form.numel), num_parts)
@@ -278,12 +269,21 @@ class _Step:
             results[packed : packed + numel].copy_(flat[place : place + numel])
 
     def _apply(self, copy: RangeCopy, orthogonal: torch.Tensor) -> None:
-        param, main = self._params[copy.param], self._mains[copy.param]
+        """Decay and step a range of a parameter; each element is in one."""
+        param = self._params[copy.param]
         rate = param.settings["lr"] * self._config.factor(*param.matrices.form.shape)
+        decay = param.settings["lr"] * param.settings["weight_decay"]
+        main = self._mains[copy.param][copy.offset : copy.offset + copy.numel]
         update = orthogonal[copy.place : copy.place + copy.numel].to(main.device)
+        fused = triton_for(main)
+        if fused is not None and self._found_inf is None:
+            fused.apply_update_triton(main, update, 1 - decay, rate)
+            return
         if self._found_inf is not None:
             update = update * (1 - self._found_inf)
-        main[copy.offset : copy.offset + copy.numel].add_(update, alpha=-rate)
+        if decay:
+            main.mul_(1 - (decay if self._found_inf is None else decay * (1 - self._found_inf)))
+        main.add_(update, alpha=-rate)
 
 
 def _chooser(engine: Engine) -> Any:

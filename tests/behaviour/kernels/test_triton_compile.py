@@ -15,10 +15,12 @@ from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertW
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
+    apply_update_triton,
     build_group_map,
     cross_entropy_,
     experts_mlp_low_rank,
     experts_mlp_triton,
+    look_ahead_triton,
     norm_rope_triton,
     order_rows_triton,
     rms_norm_triton,
@@ -241,3 +243,11 @@ def test_symmetric_products_build_and_two_programs_fit_a_multiprocessor(architec
     check(compiled, "_symmetric_kernel")
     assert len(compiled) == 3
     assert all(2 * kernel.metadata.shared <= SHARED_LIMIT for kernel in compiled.values())
+
+
+def test_muons_passes_over_elements_build_for_hopper() -> None:
+    flat, rounded = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
+    with compiling(90) as compiled:
+        look_ahead_triton(flat, flat, rounded, 0.95)
+        apply_update_triton(flat, rounded, 0.9, 0.1)
+    check(compiled, "_look_ahead_kernel", "_apply_kernel")

@@ -71,7 +71,7 @@ def clipped_alone() -> list[tuple[float, float]]:
 
 
 def check_clipped(feature: Feature) -> None:
-    keys = {"optim.name": "adamw"} if feature is STATE_OFFLOAD else {}
+    keys = {"optim.name": "adamw", "optim.muon.ns_dtype": "bfloat16"} if feature is STATE_OFFLOAD else {}
     plain = losses(1, **CLIPPED | keys) if keys else clipped_alone()
     found = losses(max(2, world_of((feature,))), **CLIPPED | SETTINGS[feature] | keys)
     for mine, alone in zip(found, plain, strict=True):

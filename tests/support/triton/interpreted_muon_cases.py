@@ -1,4 +1,4 @@
-"""Products of matrices with their own transposes, in Triton's interpreter, in fp32."""
+"""Muon's kernels, in Triton's interpreter, in fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 
 from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.newton_schulz import newton_schulz, symmetric_product
-from fsdmoe.kernels.triton import supports_symmetric, symmetric_product_triton
+from fsdmoe.kernels.triton import (
+    apply_update_triton,
+    look_ahead_triton,
+    supports_symmetric,
+    symmetric_product_triton,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -48,3 +53,14 @@ def test_matrices_that_bulk_copies_cannot_read_are_left_to_torch(shape: tuple[in
     assert not supports_symmetric(torch.zeros(shape, dtype=torch.bfloat16))
     assert not supports_symmetric(torch.zeros(1, 16, 16))
     assert not supports_symmetric(torch.zeros(1, 16, 24, dtype=torch.bfloat16).mT)
+
+
+@pytest.mark.parametrize("count", [1, 4096, 9001])
+def test_passes_over_elements_equal_their_definitions(count: int) -> None:
+    grad, momentum, main = torch.randn(3, count, generator=torch.Generator().manual_seed(5))
+    out = torch.empty(count)
+    look_ahead_triton(grad, momentum, out, 0.95)
+    torch.testing.assert_close(out, 0.05 * grad + 0.95 * momentum)
+    expected = 0.9 * main - 0.3 * out
+    apply_update_triton(main, out, 0.9, 0.3)
+    torch.testing.assert_close(main, expected)
