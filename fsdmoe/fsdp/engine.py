@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -95,6 +96,11 @@ class Engine:
         self.wants_scaler = any(g.plan.requires_grad and g.plan.dtype == torch.float16 for g in self.groups)
         """Weights are trained in float16, and nobody has said yet what the loss was scaled with."""
         self.streams = streams
+        self.grad_hooks: OrderedDict[int, tuple[ShardedTensor, Callable[[torch.Tensor], None]]] = (
+            OrderedDict()
+        )
+        """Called for parameters whose gradients are complete
+        (:meth:`~fsdmoe.fsdp.sharded_tensor.ShardedTensor.register_post_accumulate_grad_hook`)."""
         self._forward_orders = {True: RunOrder(), False: RunOrder()}
         self._backward_order = RunOrder()
         self._depth = 0
@@ -422,6 +428,10 @@ class Engine:
         for unit in self.units:
             unit.grads.settle()
         self._task = None
+        if self.grad_hooks and self._accumulates and self.is_last_micro_batch:
+            for parameter, hook in [*self.grad_hooks.values()]:  # a hook may remove itself
+                if parameter.grad is not None:
+                    hook(parameter)
 
     def _note_interruption(self, task: int) -> None:
         """Backward is over; if it is still the one under way, it raised. :meth:`_recover` does the rest, but

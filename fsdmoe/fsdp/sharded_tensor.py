@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from fsdmoe.boxes import Box
 from fsdmoe.fsdp.access import Access, ReadGuard
@@ -153,7 +154,15 @@ class ShardedTensor(DTensorManners, torch.Tensor):
             "the buffers that are reduced, and they are complete when it returns; read or change .grad then"
         )
 
-    register_post_accumulate_grad_hook = register_hook
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """``hook(parameter)`` once its gradient is complete: at the end of a step's last backward, in the
+        order of registration (torchao's ``CPUOffloadOptimizer`` copies it to the host then)."""
+        engine = self.access.engine
+        if engine is None:
+            raise NotImplementedError("hooks for accumulated gradients are for parameters of a sharded model")
+        handle = RemovableHandle(engine.grad_hooks)
+        engine.grad_hooks[handle.id] = self, hook
+        return handle
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         values = f"<{self.access.problem}>" if self.access.problem else self._piece

@@ -1,8 +1,12 @@
 """torch's own tools on a fully sharded model: state dicts, checkpoints, clipping and optimizers agree with
 one process."""
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -259,6 +263,74 @@ def check_load_into_a_live_state_dict(folder: str) -> None:
 def test_a_stock_load_is_taken_up_by_the_next_forward() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(check_load_into_a_live_state_dict, 3, folder)
+
+
+# torchao's optimizer on the host
+
+
+class Stream:
+    """That of a device whose copies are there at once."""
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> "Stream":
+        return Stream()
+
+
+@contextlib.contextmanager
+def a_device() -> Iterator[None]:
+    """Let torchao take the CPU for a device, and host memory for pinned."""
+    from torchao.optim import cpu_offload
+
+    made_up = SimpleNamespace(
+        Stream=Stream, current_stream=Stream, stream=lambda stream: contextlib.nullcontext()
+    )
+    make, name = torch.empty_like, "get_available_devices"
+    with (
+        mock.patch.object(torch, "xpu", made_up),
+        mock.patch.object(cpu_offload, name, return_value=["cpu", "xpu"]),
+        mock.patch.object(
+            torch, "empty_like", lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+        ),
+    ):
+        yield
+
+
+def step_on_the_host(degrees: dict[str, int]) -> Any:
+    import torchao.optim
+
+    model, optimizer = build(degrees, "fused")
+    train(model, optimizer, range(3))
+    wanted = whole(dict(model.named_parameters()))
+    model, _ = build(degrees)
+    with a_device():
+        offloaded = torchao.optim.CPUOffloadOptimizer(model.parameters(), minimal_size=0, **SETTINGS)
+        train(model, offloaded, range(3))
+    return wanted, whole(dict(model.named_parameters()))
+
+
+def test_torchaos_offloading_optimizer_steps_as_torchs() -> None:
+    for wanted, found in run_ranks(step_on_the_host, 2, {}):
+        assert_same(found, wanted)
+
+
+def count_hooks() -> list[int]:
+    model, _ = build({})
+    parameters, counts = list(model.parameters()), []
+    seen: list[Any] = []
+    handles = [parameter.register_post_accumulate_grad_hook(seen.append) for parameter in parameters]
+    run_sharded(model, Case(), 0)
+    counts.append(sum(a is b for a, b in zip(seen, parameters, strict=True)) - len(parameters))
+    for handle in handles:
+        handle.remove()
+    run_sharded(model, Case(), 1)
+    return [*counts, len(seen) - len(parameters)]
+
+
+def test_hooks_for_accumulated_gradients_are_called_once_a_step_until_they_are_removed() -> None:
+    assert run_ranks(count_hooks, 2) == [[0, 0], [0, 0]]
 
 
 # What is refused

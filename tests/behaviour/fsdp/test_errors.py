@@ -118,11 +118,6 @@ def gradient_hook() -> None:
     next(fully_shard(reference(), build_meshes()).parameters()).register_hook(print)
 
 
-def post_accumulate_hook() -> None:
-    parameter = next(fully_shard(reference(), build_meshes()).parameters())
-    parameter.register_post_accumulate_grad_hook(print)
-
-
 def copied() -> None:
     copy.deepcopy(fully_shard(reference(), build_meshes()))
 
@@ -131,8 +126,7 @@ BAD: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
         mesh_of_other_size, nested_units, unknown_unit, sharded_twice, float8_parameter, meta_without_init,
-        meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, gradient_hook, post_accumulate_hook,
-        copied,
+        meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, gradient_hook, copied,
     )
 }  # fmt: skip
 
@@ -147,7 +141,6 @@ MESSAGES = {
     "placement_of_another_mesh": "whose placements mean (16, 16, 8) on this rank, but it holds (8, 16, 8)",
     "split_over_a_wrong_axis": "fsdp: head.weight is a DTensor: dim 'cp' of its DeviceMesh",
     "gradient_hook": "would never be called",
-    "post_accumulate_hook": "would never be called",
     "copied": "cannot be copied",
 }
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import requires_gpu
-from tests.support.moment_case import build, plain_step, step
+from tests.support.moment_case import backward, build, plain_step, step
 
 torchao_optim = pytest.importorskip("torchao.optim")
 pytestmark = requires_gpu
@@ -44,3 +45,29 @@ def test_steps_follow_torchaos_optimizer_of_the_plain_model(kept: Any, theirs: s
         # Compiled for other shapes, a last bit may differ and flip a code here and there.
         assert apart.mean() < 1e-3 * SETTINGS["lr"], name
         assert apart.max() < SETTINGS["lr"], name
+
+
+def trained(make: Any) -> dict[str, torch.Tensor]:
+    """Whole weights after three steps of the optimizer that ``make`` builds."""
+    model = build({})
+    optimizer = make(model)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_the_optimizer_on_the_host_steps_as_torchs_on_the_gpu(offload_gradients: bool) -> None:
+    def on_host(model: nn.Module) -> Any:
+        return torchao_optim.CPUOffloadOptimizer(
+            model.parameters(), offload_gradients=offload_gradients, weight_decay=0.1, **SETTINGS
+        )
+
+    def on_gpu(model: nn.Module) -> Any:
+        return torch.optim.AdamW(model.parameters(), fused=True, weight_decay=0.1, **SETTINGS)
+
+    wanted, found = trained(on_gpu), trained(on_host)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=name)
