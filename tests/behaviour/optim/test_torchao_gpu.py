@@ -58,12 +58,9 @@ def trained(make: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("offload_gradients", [False, True])
-def test_the_optimizer_on_the_host_steps_as_torchs_on_the_gpu(offload_gradients: bool) -> None:
+def test_the_optimizer_on_the_host_steps_as_torchs_on_the_gpu() -> None:
     def on_host(model: nn.Module) -> Any:
-        return torchao_optim.CPUOffloadOptimizer(
-            model.parameters(), offload_gradients=offload_gradients, weight_decay=0.1, **SETTINGS
-        )
+        return torchao_optim.CPUOffloadOptimizer(model.parameters(), weight_decay=0.1, **SETTINGS)
 
     def on_gpu(model: nn.Module) -> Any:
         return torch.optim.AdamW(model.parameters(), fused=True, weight_decay=0.1, **SETTINGS)
