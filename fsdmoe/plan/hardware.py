@@ -33,6 +33,8 @@ class Gpu:
     attention: float
     """FLOP/s of attention, forward and backward together, causal half counted."""
     memory_bandwidth: float
+    layer_start: float
+    """Seconds of a layer's forward that do not shrink with its rows: its kernels fill and drain the GPU."""
     host_link: float
     """Bytes/s to or from host memory, each way."""
     host_memory: int
@@ -59,9 +61,10 @@ _H200 = Gpu(
     name="h200",
     memory=int(139.8 * GIB),
     matmul=670 * TERA,
-    low_precision_gain=1.15,
+    low_precision_gain=1.3,  # docs/results/train_step.md: products and casts of experts and projections
     attention=400 * TERA,
     memory_bandwidth=4.2 * TERA,
+    layer_start=0.38e-3,  # the one that is fitted: python benchmarks/step_time.py
     host_link=55 * GIGA,
     host_memory=220 * GIB,
     host_bandwidth=35 * GIGA,

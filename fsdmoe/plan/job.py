@@ -83,6 +83,8 @@ class Setting:
     optim: OptimConfig = field(default_factory=OptimConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     context: ContextParallelConfig = field(default_factory=ContextParallelConfig)
+    is_replayed: bool = False
+    """Micro-batches are CUDA graphs, which no host launches kernel by kernel."""
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> Setting:
@@ -95,6 +97,7 @@ class Setting:
             optim=config.optim,
             experts=config.experts,
             context=config.context_parallel,
+            is_replayed=config.train.graphs == "step",
         )
 
     @property

@@ -331,7 +331,7 @@ class _Search:
         made = Setting(
             degrees=Degrees(1, 1, 1, 1, 1, 1, 1), fsdp=fsdp, precision=config.precision, optim=optim,
             experts=config.experts, context=replace(config.context_parallel, dynamic=False),
-            micro_batch_size=config.experts.sub_batches,
+            micro_batch_size=config.experts.sub_batches, is_replayed=config.train.graphs == "step",
         )  # fmt: skip
         is_plain = not (choice.lean or choice.on_host)
         return made if is_plain or self._is_compatible(made) else None

@@ -50,6 +50,9 @@ HOST_SECONDS = 0.7e-3
 HOST_SECONDS_OF_CHUNK = 1.3e-3
 """What the host needs to launch one more chunk of a layer's rows, forward; backward: twice that. Of a step of
 four layers on one H200 under an emulated fabric, whose own launches are in it."""
+ROW_PASSES = 4
+"""Over rows that are sent, on each of their ways: they are packed, written, read where they land, and sorted
+or summed."""
 COST_OF_HIDING = 0.15
 """Seconds that compute loses for each second of a collective that runs concurrently: they share
 multiprocessors, memory and power."""
@@ -59,11 +62,11 @@ PLAIN_LAYERS_SHARE = 0.74
 (docs/results/train_step.md; ``python benchmarks/train_step.py --contenders fsdmoe 'fsdmoe wrapped as is'
 'fsdmoe wrapped, all kept' --rounds 1 --seconds 3``)."""
 
-ADAPTER_SHARE = 0.28
-"""Of the speed of the same layers, all trained, what they reach with adapters on attention and all experts.
-Frozen weights have no gradient, but every product has two thin ones next to it, an expert's factors of their
-own. Fitted to the one run that was measured (docs/results/adapters.md: rank 8, 1 x 4,096 tokens, whole layers
-recomputed; ``python benchmarks/adapters.py --steps 6``)."""
+ADAPTER_SHARE = 1.15
+"""Of the speed of the same layers, all trained, what they reach with adapters on attention and all experts:
+frozen weights have no gradient, but every product has two thin ones next to it, an expert's factors of their
+own. Fitted to four runs (docs/results/adapters.md: rank 8, 16,384 and 4,096 tokens, layers recomputed and
+not; ``python benchmarks/adapters.py``)."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ class _Layers:
         if job.has_adapters:
             self._share *= ADAPTER_SHARE
         self._faster = faster_parts(setting.precision, gpu)
+        self._host_seconds = 0.0 if setting.is_replayed else HOST_SECONDS
+        self._host_seconds_of_chunk = 0.0 if setting.is_replayed else HOST_SECONDS_OF_CHUNK
 
     def seconds(self, kind: str) -> _LayerSeconds:
         job, setting, gpu, flops = self._job, self._setting, self._gpu, self._flops
@@ -196,7 +201,10 @@ class _Layers:
         if kind == "depth":
             parts["join"] = 4 * model.hidden_size**2 / dense
         parts = {name: seconds * self._tokens for name, seconds in parts.items()}
-        compute = max(sum(parts.values()), HOST_SECONDS)
+        parts["start"] = gpu.layer_start
+        if kind != "dense" and d.ep * d.etp > 1:
+            parts["rows"] = ROW_PASSES * sum(expert_legs(job, setting)) / 3 / gpu.memory_bandwidth
+        compute = max(sum(parts.values()), self._host_seconds)
         found = _LayerSeconds(
             compute, self._recompute(parts, compute), tensor=self._tensor_seconds(kind == "dense")
         )
@@ -231,7 +239,7 @@ class _Layers:
             wait = unhidden(first, last, times * (compute + slower), times * beside, chunks)
             wait = wait if times == 1 else max(0.0, wait - late)
             busy = times * (compute + slower) + wait
-            behind = max(0.0, times * chunks * HOST_SECONDS_OF_CHUNK - busy)
+            behind = max(0.0, times * chunks * self._host_seconds_of_chunk - busy)
             waits.append(wait + behind + times * slower + COST_OF_HIDING * max(0.0, first + last - wait))
         return waits[0], waits[1]
 
@@ -260,7 +268,8 @@ class _Layers:
         for times, (first, second) in enumerate(sides, 1):
             wait = unhidden_in_sub_batches(first, second, number)
             compute = times * (attention + shared + experts)
-            behind = times * number * (HOST_SECONDS + HOST_SECONDS_OF_CHUNK) - compute - wait
+            launching = self._host_seconds + self._host_seconds_of_chunk
+            behind = times * number * launching - compute - wait
             hidden = max(0.0, first.travels + second.travels - wait)
             extra = compute - times * sum(parts.values())
             waits.append(wait + max(0.0, behind) + extra + COST_OF_HIDING * hidden)
@@ -315,6 +324,8 @@ class _Layers:
             found += 0.6 * parts["projections"]
         elif "mla_up" in wanted and model.is_mla:
             found += 0.3 * parts["projections"] + 0.3 * parts["elementwise"]
+        if "attention" in wanted:
+            found += 0.7 * parts["attention"]  # forward alone has a higher rate
         if "router" in wanted:
             found += parts.get("router", 0.0)
         if "shared_experts" in wanted:
@@ -357,14 +368,15 @@ def _edges(job: Job, setting: Setting, gpu: Gpu, times: int, head: float) -> flo
 
 
 def _offload_seconds(job: Job, setting: Setting, gpu: Gpu, forward_time: float) -> float:
-    """Of copies out during forward and back during backward, what is longer than the pass itself. With
-    ``fsdp.cpu_offload`` shards come up for every gather, and gradients go down."""
+    """Of copies out during forward and back during backward, what is longer than the pass itself, and what
+    the rest costs the kernels next to it. With ``fsdp.cpu_offload`` shards come up for every gather, and
+    gradients go down."""
     out = back = offloaded_bytes(job, setting) / gpu.host_link
     if setting.fsdp.cpu_offload:
         shard = _shard(job, setting) / gpu.host_link
         out += shard * setting.param_bytes
         back += shard * (setting.param_bytes + setting.grad_bytes)
-    return max(0.0, out - forward_time) + max(0.0, back - 2 * forward_time)
+    return _wait(out, forward_time) + _wait(back, 2 * forward_time)
 
 
 def _moment_seconds(job: Job, setting: Setting, gpu: Gpu, window: float, step: float) -> float:
@@ -378,12 +390,14 @@ def _moment_seconds(job: Job, setting: Setting, gpu: Gpu, window: float, step: f
 
 
 def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
-    """A step reads the gradient, reads and writes main weights and moments, and writes the weights. Of
-    adapters nothing is counted: they are about a hundredth of the weights."""
+    """A step reads the gradient, once more for its norm where it is clipped, reads and writes main weights
+    and moments, and writes the weights. Of adapters nothing is counted: they are about a hundredth of the
+    weights."""
     if job.has_adapters:
         return 0.0
     plan = memory_plan(job, setting)
-    size = 2 * setting.main_bytes + setting.grad_bytes + setting.param_bytes
+    reads = 2 if setting.optim.grad_clip else 1
+    size = 2 * setting.main_bytes + reads * setting.grad_bytes + setting.param_bytes
     rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
     return (_shard(job, setting) * size + 2 * (plan.moments + plan.host_moments)) / rate
 
