@@ -83,7 +83,7 @@ class Kill:
 
     def is_timed_on(self, rank: int) -> bool:
         """Whether the clock ends this rank."""
-        return self.seconds is not None and (self.kind != "rank" or rank == self.rank)
+        return self.kind != "rank" or rank == self.rank
 
 
 def die() -> None:
@@ -189,7 +189,7 @@ def live(folder: str, kill: Kill | None, last_step: int) -> None:
         run.checkpoints.storage = FatalStorage(run.checkpoints.storage.root, kill)
     if kill is not None and kill.kind == "second run" and rank == 0:
         _refused_second_run(Path(folder))
-    if kill is not None and kill.is_timed_on(rank):
+    if kill is not None and kill.seconds is not None and kill.is_timed_on(rank):
         timer = threading.Timer(kill.seconds, die)
         timer.daemon = True
         timer.start()

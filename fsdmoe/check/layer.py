@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,8 +68,8 @@ class CheckedLayer:
         share = self._rows // self._meshes.size(feed.data_axis)
         first = self._meshes.rank(feed.data_axis) * share
         columns = self._batch().columns
-        own = Batch(**{name: column[first : first + share] for name, column in columns.items()})
-        inputs = feed.inputs(feed.prepare([own]))
+        shares: dict[str, Any] = {name: column[first : first + share] for name, column in columns.items()}
+        inputs = feed.inputs(feed.prepare([Batch(**shares)]))
         counts = feed.count(self.model, inputs)
         with engine_of(self.model).micro_batch(last=True):
             self.model(**inputs[0], counts=counts, routing=feed.routing()).loss.backward()
@@ -86,7 +87,8 @@ class CheckedLayer:
         device = self._meshes.device
         model = self._build()
         materialize(model, device, Initializer(_SEED, _STD, self._meshes))
-        batch = Batch(**{name: column.to(device) for name, column in self._batch().columns.items()})
+        columns: dict[str, Any] = {name: col.to(device) for name, col in self._batch().columns.items()}
+        batch = Batch(**columns)
         vector = model.count_tokens(batch.labels_BS, batch.loss_mask_BS, batch.document_ids_BS)
         counts = StepCounts.from_vector(vector)
         model(

@@ -7,6 +7,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -64,16 +65,11 @@ def group_rates(meshes: Meshes) -> Iterator[tuple[Axis, list[int], float, float]
             continue
         group, size = meshes.group(axis), meshes.size(axis)
         small = torch.zeros(1, device=device)
-        latency = _best_seconds(lambda small=small, group=group: dist.all_reduce(small, group=group), device)
+        latency = _best_seconds(partial(dist.all_reduce, small, group=group), device)
         own = torch.empty(_BYTES[device.type] // size, dtype=torch.uint8, device=device)
         whole = torch.empty(own.numel() * size, dtype=torch.uint8, device=device)
-
-        def gather(
-            whole: torch.Tensor = whole, own: torch.Tensor = own, group: dist.ProcessGroup = group
-        ) -> None:
-            compat.all_gather(whole, own, group)
-
-        rate = (whole.numel() - own.numel()) / _best_seconds(gather, device) / 1e9
+        seconds = _best_seconds(partial(compat.all_gather, whole, own, group), device)
+        rate = (whole.numel() - own.numel()) / seconds / 1e9
         yield axis, dist.get_process_group_ranks(group), latency * 1e6, rate
 
 
@@ -93,7 +89,7 @@ def link_rate(meshes: Meshes) -> float:
         if shift and world % 2 == 0:
             other %= world
         if 0 <= other < world and other != at:
-            seconds = _best_seconds(lambda peer=ring[other]: _exchange(data, peer), device)
+            seconds = _best_seconds(partial(_exchange, data, ring[other]), device)
             best = max(best, data.numel() / seconds / 1e9)
     return best
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 from bisect import bisect
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -33,7 +33,7 @@ _LATE_SHARE = 0.1
 
 def entries() -> list[dict[str, Any]]:
     """The collectives of this process that are still on record, the oldest first."""
-    c10d = torch._C._distributed_c10d
+    c10d: Any = torch._C._distributed_c10d
     found = json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", [])
     if hasattr(c10d, "_dump_nccl_trace_json"):
         found += json.loads(c10d._dump_nccl_trace_json(True, False)).get("entries", [])
@@ -117,7 +117,7 @@ def lateness(found: Sequence[Mapping[str, Any]], ends: Sequence[int]) -> Latenes
         found: The collectives on record.
         ends: When steps ended, in nanoseconds since 1970.
     """
-    late: dict[int, Counter[str]] = {}
+    late: dict[int, dict[str, float]] = {}
     for name, mine in _common_groups(found).items():
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         size = dist.get_world_size(group)
@@ -132,14 +132,15 @@ def lateness(found: Sequence[Mapping[str, Any]], ends: Sequence[int]) -> Latenes
         behind[total[0] < size] = 0.0  # not on every rank's record
         for entry in recent:
             step = bisect(ends, entry["time_created_ns"])
-            late.setdefault(step, Counter())[_name(entry)] += float(behind[last - entry["collective_seq_id"]])
+            sums = late.setdefault(step, defaultdict(float))
+            sums[_name(entry)] += float(behind[last - entry["collective_seq_id"]])
     # The first step may be on record in part only, the last has not ended.
     whole = [late[step] for step in sorted(late)[1:] if step < len(ends)]
     if not whole:
         return Lateness(0.0, "")
-    sums = sum(whole, Counter())
-    where = max(sums, key=lambda name: sums[name], default="")
-    return Lateness(median(each.total() for each in whole), where)
+    names = {name for each in whole for name in each}
+    where = max(names, key=lambda name: sum(each.get(name, 0.0) for each in whole))
+    return Lateness(median(sum(each.values()) for each in whole), where)
 
 
 def _common_groups(found: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

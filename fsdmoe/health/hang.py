@@ -39,7 +39,8 @@ class HangWatch:
         self._folder = folder
         self._rank = dist.get_rank()
         # a connection of its own: the loop's may be waiting
-        self._store: Any = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
         self._is_over = threading.Event()
         self._last: float | None = None
         self.step = 0

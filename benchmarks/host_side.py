@@ -1,0 +1,146 @@
+"""What looking after a run costs a step, and what binding and fixed garbage collection do to its spread.
+
+::
+
+    python benchmarks/host_side.py                        on a GPU; --tiny shows on a CPU that it works
+
+One run takes steps in turns, so that a card that throttles does so in all of them:
+
+=========  =================================================================================================
+turn       what is on
+=========  =================================================================================================
+plain      nothing: Python collects garbage when it likes, the rank runs on any core
+watched    step times, hang watch, checksums, spikes, and a row to metrics.jsonl, TensorBoard and Prometheus
+           in every step
+fixed      garbage collection every 50 steps, and nothing else
+bound      the same, bound to the cores next to the GPU
+=========  =================================================================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import torch
+
+from fsdmoe.config import Config, build_config
+from fsdmoe.health.config import HealthConfig
+from fsdmoe.health.duties import GarbageDuty, Health
+from fsdmoe.health.host import bind_cores
+from fsdmoe.mesh import build_meshes
+from fsdmoe.train import Run
+
+TURNS = ("plain", "watched", "fixed", "bound")
+WATCHED = HealthConfig(step_times=10, hang_seconds=3600.0, checksums=10, on_spike="rollback")
+GC_INTERVAL = 50
+
+
+def config_of(folder: str, *, is_tiny: bool) -> Config:
+    problems: list[str] = []
+    settings = {
+        "model": {"preset": "tiny-qwen3" if is_tiny else "quickstart", "vocab_size": 264},
+        "data": {"kind": "python-stdlib", "max_bytes": 2_000_000, "seq_len": 32 if is_tiny else 1024},
+        "observe": {"progress": "off", "log_interval": 1, "prometheus": "127.0.0.1:0"},
+        "checkpoint": {"interval": -1, "load": "none"},
+        "train": {"steps": 1_000_000, "global_batch_size": 8, "micro_batch_size": 8, "eval_interval": -1,
+                  "output_dir": folder},
+    }  # fmt: skip
+    config = build_config(settings, {}, 1, problems)
+    assert config is not None, problems
+    return config
+
+
+@contextmanager
+def turn_of(name: str, run: Run, folder: Path) -> Iterator[None]:
+    """What is on in a turn, and off after it."""
+    duties, cores = list(run.duties), os.sched_getaffinity(0)
+    health: Health | None = None
+    garbage: GarbageDuty | None = None
+    if name == "watched":
+        health = Health(
+            WATCHED, run.model, run.meshes, folder=folder, step=run.progress["step"], tell=lambda text: None
+        )
+        run.duties = duties + health.duties
+    if name in ("fixed", "bound"):
+        garbage = GarbageDuty(GC_INTERVAL)
+        run.duties = [*duties, garbage]
+    if name == "bound":
+        bind_cores(run.meshes.device)
+    try:
+        yield
+    finally:
+        run.duties = duties
+        if health is not None:
+            health.close()
+        if garbage is not None:
+            garbage.close()
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+        gc.collect()
+
+
+def step_seconds(run: Run, name: str, count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        record = run.train_step()
+        if name == "watched":
+            run.observer.log_step(record)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60, help="of a turn")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    times: dict[str, list[list[float]]] = {name: [] for name in TURNS}
+    # rows go to the terminal alone, as in a run; the table is all that is printed
+    with tempfile.TemporaryDirectory(prefix="fsdmoe-host-") as temporary, redirect_stdout(sys.stderr):
+        config = config_of(temporary, is_tiny=options.tiny)
+        run = Run(config, build_meshes(config.mesh))
+        step_seconds(run, "plain", 10)
+        for number in range(options.turns):
+            order = TURNS[number % len(TURNS) :] + TURNS[: number % len(TURNS)]
+            for name in order:
+                with turn_of(name, run, Path(temporary)):
+                    step_seconds(run, name, 2)
+                    times[name].append(step_seconds(run, name, options.steps))
+        run.close("finished")
+    print("\n".join(table(times)))
+
+
+def table(times: dict[str, list[list[float]]]) -> list[str]:
+    """By turn: median step, p99 over median, and the ratio to the plain turn next to it with its spread."""
+    lines = ["| turn | median ms | p99 / median | median of the turns' ratios to plain | from, to |",
+             "| --- | --- | --- | --- | --- |"]  # fmt: skip
+    plain = [statistics.median(turn) for turn in times["plain"]]
+    for name, turns in times.items():
+        every = sorted(seconds for turn in turns for seconds in turn)
+        middle = statistics.median(every)
+        p99 = every[min(len(every) - 1, round(0.99 * len(every)))]
+        ratios = [statistics.median(turn) / base for turn, base in zip(turns, plain, strict=True)]
+        lines.append(
+            f"| {name} | {middle * 1e3:.2f} | {p99 / middle:.3f} | {statistics.median(ratios):.4f} | "
+            f"{min(ratios):.3f}, {max(ratios):.3f} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()
