@@ -189,7 +189,8 @@ class _Step:
         self._grads = [self._clean(param.grad) for param in params]
         self._group = engine.meshes.group(Axis.WORLD)
         self._travels = world_size(engine.meshes) > 1
-        self._like = torch.empty(0, dtype=torch_dtype(config.ns_dtype), device=engine.meshes.device)
+        device = engine.meshes.device
+        self._like = torch.empty(0, dtype=torch_dtype(config.ns_dtype_on(device.type)), device=device)
 
     def run(self) -> None:
         plan = self._plan

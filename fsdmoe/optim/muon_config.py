@@ -12,7 +12,7 @@ from fsdmoe.rules import at_least, one_of
 
 Scale = Literal["match_rms_adamw", "original"]
 Heads = Literal["whole", "each"]
-NSDtype = Literal["bfloat16", "float32"]
+NSDtype = Literal["auto", "bfloat16", "float32"]
 
 LEFT_TO_ADAMW = (
     "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*head.weight", "*router*", "*gate.weight", "*gate.wg.*",
@@ -33,9 +33,9 @@ class MuonConfig:
     """Iterations of Newton–Schulz."""
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     """Of each iteration. Keller Jordan's: steep at zero, so that small singular values grow fast."""
-    ns_dtype: NSDtype = "bfloat16"
-    """What it computes in, and what is sent of matrices that lie on several ranks; float32 is for comparing
-    layouts."""
+    ns_dtype: NSDtype = "auto"
+    """What it computes in, and what is sent of matrices that lie on several ranks. auto: bfloat16 on a GPU,
+    float32 on a CPU, where products in bfloat16 are slow; float32 is for comparing layouts too."""
     scale: Scale = "match_rms_adamw"
     """How large an update is. match_rms_adamw: 0.2 √max(rows, columns), the size of AdamW's, so that rates
     and decays of AdamW can be kept (Moonlight). original: √max(1, rows / columns) (Keller Jordan), with rates
@@ -51,6 +51,12 @@ class MuonConfig:
             )
         choices = {"scale": get_args(Scale), "heads": get_args(Heads), "ns_dtype": get_args(NSDtype)}
         refuse(problems + one_of("optim.muon", vars(self), choices))
+
+    def ns_dtype_on(self, device_type: str) -> str:
+        """What Newton–Schulz computes in on this kind of device."""
+        if self.ns_dtype != "auto":
+            return self.ns_dtype
+        return "float32" if device_type == "cpu" else "bfloat16"
 
     def factor(self, rows: int, columns: int) -> float:
         """What an orthogonal matrix of this shape is multiplied by."""

@@ -115,6 +115,13 @@ def test_every_layout_follows_the_reference(
     assert losses < 1e-5
 
 
+def test_products_are_in_float32_on_a_cpu_unless_another_dtype_is_written() -> None:
+    assert [MuonConfig().ns_dtype_on(device) for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
+    assert MuonConfig(ns_dtype="bfloat16").ns_dtype_on("cpu") == "bfloat16"
+    weights, _ = run_ranks(train_both, 1, Case(), 2, "auto", "original")[0]
+    assert weights < 1e-5
+
+
 def test_bfloat16_stays_within_its_error_of_the_reference() -> None:
     weights, losses = run_ranks(train_both, 2, Case(), 5, "bfloat16", "original")[0]
     assert 1e-5 < weights < 5e-2
