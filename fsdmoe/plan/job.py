@@ -43,8 +43,8 @@ class Job:
     """Its layers compute, and keep for backward, what plain torch does."""
     has_adapters: bool = False
     """Only adapters on attention and experts are trained."""
-    frozen: tuple[GroupConfig, ...] = ()
-    """Groups of parameters that are not trained."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Of parameters; some are not trained."""
     loads: Loads = field(default_factory=Loads)
     """Of experts."""
 
@@ -60,7 +60,7 @@ class Job:
             is_wrapped=is_wrapped,
             has_plain_layers=is_wrapped and not config.train.fused_layers,
             has_adapters=config.adapter.is_on,
-            frozen=tuple(group for group in config.optim.groups if group.frozen),
+            groups=config.optim.groups,
         )
 
     @property
@@ -68,7 +68,7 @@ class Job:
         return self.global_batch_size * self.seq_len
 
     def source(self, precision: PrecisionConfig) -> ModelSource:
-        return ModelSource(self.model, self.experts, self.adapter, precision, self.frozen)
+        return ModelSource(self.model, self.experts, self.adapter, precision, self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,8 @@ class ModelSource:
     experts: ExpertsConfig
     adapter: AdapterConfig
     precision: PrecisionConfig
-    frozen: tuple[GroupConfig, ...] = ()
-    """Groups of parameters that are not trained."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Of parameters; some are not trained."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +72,13 @@ def split_model(source: ModelSource, at: SplitMeshes) -> nn.Module:
     """The model with the parameters of one rank, on the meta device."""
     if source.model.hf is not None:
         model = build_folder_model(source.model.hf, source.adapter)
-        freeze(model, source.frozen)
+        freeze(model, source.groups)
         experts = split_wrapped(model, at)
         keep_frozen_in_codes(model, source.precision, at, experts)
         round_weights(model, source.precision, at, experts)
     else:
         model = build_model(source.model, source.experts)
-        freeze(model, source.frozen)
+        freeze(model, source.groups)
         split_tensors(model, at)
         for module in model.modules():
             if isinstance(module, MoE):

@@ -53,6 +53,19 @@ def test_a_plan_that_cannot_be_made_is_refused_in_a_line(capsys: pytest.CaptureF
     assert "\n  fsdp.units: " in capsys.readouterr().err
 
 
+def test_every_group_that_matches_nothing_is_refused_with_its_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    groups = [{"params": ["embedding.*"], "lr": 1e-4}, {"params": ["layers.0.*"], "frozen": True}]
+    config = build_config({"optim": {"groups": groups}}, {}, 1, [])
+    assert config is not None
+    assert dry_run(config, 1) == 2
+    said = capsys.readouterr().err
+    assert "optim.groups[0].params: expected names of parameters, got 'embedding.*'" in said
+    assert "optim.groups[1].params: expected names of parameters, got 'layers.0.*'" in said
+    assert "did you mean '*layers.0.*'?" in said
+
+
 def test_only_the_first_rank_prints_the_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
