@@ -7,6 +7,8 @@ decayed then.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -59,10 +61,9 @@ def assign(model: nn.Module, groups: Sequence[GroupConfig]) -> dict[nn.Parameter
         for pattern in group.params:
             matched = [(name, p) for name, p in named if fnmatchcase(name, pattern)]
             if not matched:
-                hint = nearest(pattern, [name for name, _ in named])
                 problems.append(
                     f"optim.groups[{number}].params: expected names of parameters, got {pattern!r}, which "
-                    f"matches none; {hint}"
+                    f"matches none; {_near_pattern(pattern, [name for name, _ in named])}"
                 )
             for name, parameter in matched:
                 other = found.setdefault(parameter, group)
@@ -71,6 +72,16 @@ def assign(model: nn.Module, groups: Sequence[GroupConfig]) -> dict[nn.Parameter
                     break  # one of its parameters says it
     refuse(problems)
     return found
+
+
+def _near_pattern(pattern: str, names: Sequence[str]) -> str:
+    """A pattern that matches, where one lies near: behind any prefix, or around a word of the names."""
+    if any(fnmatchcase(name, f"*{pattern}") for name in names):
+        return f"did you mean '*{pattern}'? A pattern is for the whole name, such as {names[0]}"
+    written = max((part for part in re.split(r"[.*?]", pattern)), key=len)
+    words = dict.fromkeys(part for name in names for part in name.split("."))
+    close = difflib.get_close_matches(written, words, n=1, cutoff=0.5)
+    return f"did you mean '*{close[0]}*'?" if close else nearest(pattern, names)
 
 
 def _twice(number: int, group: GroupConfig, other: GroupConfig, name: str) -> str:

@@ -122,6 +122,8 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"params": ["layers.0.*"], "frozen": True}, {"params": ["*.moe.*"], "frozen": True}],
         "which is frozen by both 'layers.0.*' and '*.moe.*'",
     ),
+    "without the names before it": ([{"params": ["0.moe.*"], "lr": 1.0}], "did you mean '*0.moe.*'?"),
+    "a word that is nearly one": ([{"params": ["embedding.*"], "lr": 1.0}], "did you mean '*embed*'?"),
     "unknown key": ([{"params": ["*"], "learning_rate": 1.0}], "optim.groups[0].learning_rate: unknown key"),
     "frozen with a rate": ([{"params": ["*.moe.*"], "frozen": True, "lr": 1.0}], "groups[0].frozen"),
     "no pattern": ([{"lr": 1.0}], "groups[0].params: expected patterns"),
