@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdmoe.config import CommandLine, Config, load_config
@@ -28,10 +30,17 @@ from fsdmoe.config.host import num_gpus
 
 _OPTIONS = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
-    "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts",
+    "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts", "--monitor-interval", "--start-method",
+    "--event-log-handler", "--role", "--log-dir", "-r", "--redirects", "-t", "--tee", "--local-ranks-filter",
+    "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--local-addr", "--logs-specs",
+    "--numa-binding", "--signals-to-handle", "--shutdown-timeout",
 )  # fmt: skip
+"""All options of torchrun that have a value."""
+_SWITCHES = ("--virtual-local-rank",)
 _MEETING = ("--master-addr", "--rdzv-endpoint")
 """Without them all ranks are on this host."""
+_SECONDS_FOR_A_HOST = 600
+"""How long torchrun waits for the other launchers, too."""
 _ELASTIC = {"--rdzv-backend": "c10d", "--max-restarts": "1000"}
 _ELASTIC_WAITS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
 """torchrun's own defaults add up to 45 s."""
@@ -48,15 +57,11 @@ def run_rank(arguments: Sequence[str]) -> int:
 def launch(arguments: Sequence[str]) -> int:
     """A run with the ranks of this host: as many as it has GPUs, or one; returns the exit code."""
     options, rest = split_options(arguments)
-    num_ranks = options.setdefault("--nproc-per-node", str(max(1, num_gpus())))
+    num_ranks = options["--nproc-per-node"] = ranks_here(options.get("--nproc-per-node"))
     fewest, colon, most = options.get("--nnodes", "1").partition(":")
     hosts = [fewest, most] if colon else [fewest]
-    if not all(number.isdecimal() and int(number) for number in (num_ranks, *hosts)):
-        print(
-            f"fsdmoe: --nproc-per-node: expected a number of ranks, got {num_ranks!r} on "
-            f"{options.get('--nnodes', '1')!r} hosts; write numbers above 0",
-            file=sys.stderr,
-        )
+    if problems := option_problems(options, hosts):
+        print(*(f"fsdmoe: {line}" for line in problems), sep="\n", file=sys.stderr)
         return 2
     os.environ.setdefault("LOCAL_WORLD_SIZE", num_ranks)  # what this host must hold
     command = load_config(rest, world_size=int(num_ranks) * int(hosts[-1]))
@@ -69,8 +74,63 @@ def launch(arguments: Sequence[str]) -> int:
         options["--rdzv-conf"] = ",".join(filter(None, [_ELASTIC_WAITS, options.get("--rdzv-conf")]))
     elif command.dry_run or command.world_size == 1:
         return _train(command)
+    if problems := meeting_problems(options, int(hosts[-1])):
+        print(*(f"fsdmoe: {line}" for line in problems), sep="\n", file=sys.stderr)
+        return 2
     command.say_what_comes()
     return _start_ranks(options, rest)
+
+
+def ranks_here(written: str | None) -> str:
+    """The number of ranks that ``--nproc-per-node`` asks for, where it is a word of torchrun's for one."""
+    if written is None:
+        return str(max(1, num_gpus()))
+    if written == "gpu" or (written == "auto" and num_gpus()):
+        return str(num_gpus()) if num_gpus() else written
+    return str(os.cpu_count() or 1) if written in ("auto", "cpu") else written
+
+
+def option_problems(options: Mapping[str, str], hosts: Sequence[str]) -> list[str]:
+    """Why no ranks can be started with these options; a line each."""
+    ranks = options["--nproc-per-node"]
+    if ranks == "gpu":
+        return ["--nproc-per-node: expected a host with GPUs, got gpu where there is none; write a number"]
+    if not _is_count(ranks):
+        return [f"--nproc-per-node: expected a number above 0, gpu, cpu or auto, got {ranks!r}; write one"]
+    if not all(map(_is_count, hosts)) or int(hosts[0]) > int(hosts[-1]):
+        written = options["--nnodes"]
+        return [f"--nnodes: expected a number above 0 or MIN:MAX, got {written!r}; write 2, or 1:2"]
+    return []
+
+
+def meeting_problems(options: Mapping[str, str], num_hosts: int) -> list[str]:
+    """Why the launchers could not meet. Waits for a host that has no address yet, as torchrun would, since a
+    cluster may be about to give it one; but says so."""
+    option = next((option for option in _MEETING if option in options), None)
+    if option is None:
+        line = (
+            f"--rdzv-endpoint: expected a host and port where {num_hosts} hosts meet, got none; write "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:29400, alike on all of them"
+        )
+        return [line] if num_hosts > 1 else []
+    written = options[option]
+    host = (written.rpartition(":")[0] if option == "--rdzv-endpoint" else "") or written
+    said = ""
+    for _ in range(_SECONDS_FOR_A_HOST):
+        try:
+            socket.getaddrinfo(host.strip("[]"), None)
+        except OSError as error:
+            if not said:
+                said = f"{option}: expected a host that is known here, got {host!r} ({error.strerror}); "
+                print(f"fsdmoe: {said}waiting for it: correct it if it is misspelt", file=sys.stderr)
+            time.sleep(1)
+        else:
+            return []
+    return [f"{said}name one that all hosts know"]
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
 
 
 def problems_of_fewer(config: Config, hosts: Iterable[int], ranks_per_host: int) -> list[str]:
@@ -109,7 +169,7 @@ def _start_ranks(options: dict[str, str], arguments: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     alone = [] if any(option in options for option in _MEETING) else ["--standalone"]
-    given = [word for option in options.items() for word in option]
+    given = [word for option in options.items() for word in option if word]
     os.environ[CHECKED] = "1"
     if options.get("--max-restarts", "0") != "0":
         os.environ.setdefault(_FRESH_STORE, "1")
@@ -139,6 +199,9 @@ def split_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name = key.replace("_", "-")
         if name == "--standalone" and not equals:
             continue  # as it is without a meeting point
+        if name in _SWITCHES and not equals:
+            options[name] = ""
+            continue
         if name in _OPTIONS and (equals or rest):
             options[name] = value if equals else rest.pop(0)
         else:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,8 +43,51 @@ def test_a_refused_configuration_starts_no_rank(
         ranks.launch(["--nproc-per-node", "2", *QUICK, "--lr", "1"])
     assert end.value.code == 2
     assert capsys.readouterr().err == "fsdmoe: --lr: unknown option; did you mean optim.lr?\n"
-    assert ranks.launch(["--nproc-per-node", "many"]) == 2
-    assert "--nproc-per-node: expected a number of ranks, got 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc-per-node", "many"], "--nproc-per-node: expected a number above 0, gpu, cpu or auto, got"),
+        (["--nproc-per-node", "gpu"], "--nproc-per-node: expected a host with GPUs, got gpu where there is"),
+        (["--nnodes", "2:1"], "--nnodes: expected a number above 0 or MIN:MAX, got '2:1'; write 2, or 1:2"),
+        (["--nnodes", "2"], "--rdzv-endpoint: expected a host and port where 2 hosts meet, got none; write"),
+    ],
+)
+def test_an_option_of_the_launcher_is_refused_by_its_name(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 0)
+    monkeypatch.setattr(ranks, "_start_ranks", lambda *_: pytest.fail("started"))
+    assert ranks.launch([*words, *QUICK]) == 2
+    assert capsys.readouterr().err.startswith(f"fsdmoe: {said}")
+
+
+def test_a_host_without_an_address_is_named_at_once_and_refused_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
+    (line,) = ranks.meeting_problems({"--rdzv-endpoint": "nohost:29400"}, 2)
+    said = "--rdzv-endpoint: expected a host that is known here, got 'nohost' (Name or service not known); "
+    assert line == f"{said}name one that all hosts know"
+    assert capsys.readouterr().err == f"fsdmoe: {said}waiting for it: correct it if it is misspelt\n"
+
+
+def test_a_rank_for_each_gpu_is_a_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 8)
+    assert [ranks.ranks_here(written) for written in (None, "gpu", "auto", "3")] == ["8", "8", "8", "3"]
+
+
+def test_every_option_of_torchrun_is_taken_but_those_that_name_a_program() -> None:
+    known = torch.distributed.run.get_args_parser()._actions
+    names = [name for action in known for name in action.option_strings]
+    for name in {*names} - {"-h", "--help", "-m", "--module", "--no-python", "--no_python"}:
+        if "run" not in name:
+            assert ranks.split_options([name, "1"])[1] in ([], ["1"]), name
 
 
 @pytest.mark.usefixtures("as_before")
