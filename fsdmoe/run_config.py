@@ -81,6 +81,9 @@ def _told_changes(folder: Path, config: Config) -> list[str]:
     if before is None or before.checkpoint.folder != config.checkpoint.folder:
         return []
     refuse_other_model(before, config, folder)
+    # An older checkpoint that is named may be of another optimizer than the last start.
+    if config.checkpoint.load == "latest" and not config.checkpoint.load_only_model:
+        refuse_other_optimizer(before, config, folder)
     lines = [f"{key} {change}" for key, change in differences(before, config).items()]
     for line in lines:
         logger.info("changed since the last start: %s", line)
@@ -124,6 +127,24 @@ def refuse_other_model(before: Config, now: Config, folder: Path) -> None:
         f"{', '.join(told)}: expected the model of the checkpoints in {folder}, which cannot be resumed as "
         "another; set it back, or give this run another train.output_dir"
     )
+
+
+def refuse_other_optimizer(before: Config, now: Config, folder: Path) -> None:
+    """Refuse checkpoints with the state of another optimizer, or with moments that are not converted."""
+    keys = ["optim.name"]
+    if before.optim.name == now.optim.name and _codes(before) != _codes(now):
+        keys = [f"optim.{each}moment_dtype" for each in ("", "first_", "second_")]
+    told = [f"{key} {change}" for key, change in differences(before, now).items() if key in keys]
+    if told:
+        raise ConfigError(
+            f"{', '.join(told)}: expected the optimizer of the checkpoints in {folder}, whose state is not "
+            "converted; set it back, or take up the weights alone by checkpoint.load_only_model = true"
+        )
+
+
+def _codes(config: Config) -> list[str]:
+    """The formats of moments; plain numbers are converted into each other."""
+    return ["" if kept in ("float32", "bfloat16") else kept for kept in config.optim.moment_dtypes]
 
 
 def _is_other(before: Config, now: Config, section: str, name: str) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.run_config import differences, refuse_other_model
+from fsdmoe.run_config import differences, refuse_other_model, refuse_other_optimizer
 from fsdmoe.testing import requires_peft
 from tests.support.config_building import build
 from tests.support.hf_tiny import tiny_hf
@@ -32,6 +32,23 @@ def test_another_preset_is_refused_by_its_name_first() -> None:
     now = tiny_config("run", 1, model__preset="tiny-deepseek-v3")
     with pytest.raises(ConfigError, match=r"^model\.preset 'tiny-qwen3' -> 'tiny-deepseek-v3', .*: expected"):
         refuse_other_model(before, now, FOLDER)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"optim__name": "muon"}, r"optim\.name 'adamw' -> 'muon'"),
+        ({"optim__moment_dtype": "float8"}, r"optim\.moment_dtype 'float32' -> 'float8'"),
+    ],
+)
+def test_another_optimizer_is_refused_by_its_key(change: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{told}: expected .*checkpoint\.load_only_model = true$"):
+        refuse_other_optimizer(tiny_config("run", 1), tiny_config("run", 1, **change), FOLDER)
+
+
+def test_moments_in_another_number_format_are_converted() -> None:
+    now = tiny_config("run", 1, optim__moment_dtype="bfloat16")
+    refuse_other_optimizer(tiny_config("run", 1), now, FOLDER)
 
 
 @requires_peft

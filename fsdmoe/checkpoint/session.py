@@ -201,7 +201,10 @@ def _match(
             change = f"{theirs.dtype} to {ours.dtype}"
             converted[change] = converted.get(change, 0) + 1
     if problems:
-        raise CheckpointError(f"{name} does not fit:{listed(problems, 20)}")
+        fix = ""
+        if all(problem.startswith(f"optimizer{SEPARATOR}") for problem in problems):
+            fix = "\n  only the optimizer's state is another; checkpoint.load_only_model = true leaves it out"
+        raise CheckpointError(f"{name} does not fit:{listed(problems, 20)}{fix}")
     for change, count in converted.items():
         if world()[0] == 0:
             logger.warning("%s: %d tensors are converted from %s", name, count, change)
