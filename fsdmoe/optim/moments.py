@@ -123,7 +123,7 @@ def moment_bytes(policy: MomentPolicy) -> Callable[[Sequence[GroupPlan], Coordin
             check_slices(group, policy)
             for (plan, owned), is_away in zip(_owned(group, at), on_host, strict=True):
                 formats = policy.of(plan)
-                place_of(plan, owned, at, policy)  # refuses what a real run refuses
+                place_of_moments(plan, owned, at, policy)  # refuses what a real run refuses
                 held[is_away] += sum(sum(tensor_bytes(kept, owned.numel)) for kept in formats)
         return MomentBytes(held[False], held[True], ring_bytes(groups, at, policy))
 
@@ -152,18 +152,22 @@ def _owned(group: GroupPlan, at: Coordinates) -> Iterator[tuple[ParamPlan, Owned
     return zip(group.params, group.layout.owned(at.rank(group.axis)), strict=True)
 
 
-def place_of(
+def place_of_moments(
     plan: ParamPlan, owned: OwnedRange, at: Coordinates, policy: MomentPolicy
 ) -> ElementPlace | None:
-    """Where a rank's elements lie in the whole parameter; none where nothing depends on that.
+    """:func:`place_of`, or none where nothing depends on it."""
+    formats = policy.of(plan)
+    if not policy.stochastic and all(isinstance(kept, torch.dtype) for kept in formats):
+        return None
+    return place_of(plan, owned, at, TORCHAO_BLOCKS.get(str(formats[0]), BLOCK))
+
+
+def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates, block: int = BLOCK) -> ElementPlace:
+    """Where a rank's elements lie in the whole parameter, of which ``block`` belong together.
 
     Raises:
         ConfigError: A block would lie on several ranks.
     """
-    formats = policy.of(plan)
-    if not policy.stochastic and all(isinstance(kept, torch.dtype) for kept in formats):
-        return None
-    block = TORCHAO_BLOCKS.get(str(formats[0]), BLOCK)
     view, local = plan.placement.view_shape, plan.placement.local_view_shape(at)
     cuts = sorted((dim, axis) for axis, dim in plan.placement.splits if at.size(axis) > 1)
     run = stride = max(1, math.prod(local))

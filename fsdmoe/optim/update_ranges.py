@@ -17,7 +17,7 @@ from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.memory.pinned import pinned_zeros
 from fsdmoe.optim.config import TORCHAO_BLOCKS
-from fsdmoe.optim.moments import MomentFormat, MomentPolicy, blocks_placement, check_slices, place_of
+from fsdmoe.optim.moments import MomentFormat, MomentPolicy, blocks_placement, check_slices, place_of_moments
 from fsdmoe.optim.torchao_moments import TorchaoMoment
 from fsdmoe.precision.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
 from fsdmoe.precision.quantized_weight import WeightCodes
@@ -122,7 +122,7 @@ class GroupMoments:
                 self._own.append((own[0], own[1]))
             else:
                 self._own.append((_zeros(formats[0], numel, make), _zeros(formats[1], numel, make)))
-            self._places.append(place_of(plan, owned, group.context.meshes, policy))
+            self._places.append(place_of_moments(plan, owned, group.context.meshes, policy))
 
     def runs(self, numbers: list[int | None]) -> list[list[int]]:
         """Neighbouring parameters that are stepped together, of those that this rank holds something of;

@@ -33,6 +33,7 @@ from fsdmoe.plan.traffic import (
     ShardingSeconds,
     context_traffic,
     exchange_seconds,
+    expert_legs,
     expert_seconds,
     sharding_seconds,
     tensor_traffic,
@@ -203,7 +204,7 @@ class _Layers:
         parts = {name: seconds * self._tokens for name, seconds in parts.items()}
         parts["start"] = gpu.layer_start
         if kind != "dense" and d.ep * d.etp > 1:
-            parts["rows"] = ROW_PASSES * sum(expert_legs(job, setting)) / 3 / gpu.memory_bandwidth
+            parts["rows"] = ROW_PASSES * sum(expert_legs(job, setting, gpu.domain)) / 3 / gpu.memory_bandwidth
         compute = max(sum(parts.values()), self._host_seconds)
         found = _LayerSeconds(
             compute, self._recompute(parts, compute), tensor=self._tensor_seconds(kind == "dense")

@@ -28,6 +28,7 @@ ROOT = Path(fsdmoe.__file__).parent.parent
 KEY = re.compile(rf"(?<![\w./])({'|'.join(SECTIONS)})\.(?!py\b)[a-z_{{]")
 # Messages that name keys of several sections, and are no pair of features.
 NO_PAIRS = {
+    "optim/moments.py: float8 (and precision.main_rounding": "formats that keep blocks",
     "health/checksums.py: values that must be the same": "what a run found, and where to go on from",
     "health/duties.py: the loss jumped again": "what a run found, and what to change",
     "mesh.py: by_node expected each group": "a size that does not suit the nodes",
