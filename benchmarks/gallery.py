@@ -1,0 +1,174 @@
+"""Pictures of what was measured, in light and dark, each drawn from the tables of its page.
+
+python benchmarks/gallery.py            all of them, to docs/results/gallery_*.svg
+python benchmarks/gallery.py memory     one
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent.parent / "docs/results"
+OURS, PEER, PALE = "#2a7f9e", "#b8863b", "#8a8f98"
+INK = {"light": "#22262b", "dark": "#e3e6ea"}
+
+
+def rows(page: str, after: str) -> list[list[str]]:
+    """The first table of the section with this title, without its head."""
+    text = (RESULTS / f"{page}.md").read_text(encoding="utf-8").partition(f"\n## {after}\n")[2]
+    table = re.search(r"(?:^\|.*\|\n)+", text, re.M)
+    if table is None:
+        raise SystemExit(f"docs/results/{page}.md: no table under {after!r}")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+
+
+def number(text: str) -> float:
+    found = re.search(r"[\d,]+(?:\.\d+)?", text)
+    assert found is not None, text
+    return float(found[0].replace(",", ""))
+
+
+def bars(axes: Any, names: list[str], values: list[float], colours: list[str], unit: str) -> None:
+    """Horizontal, the first on top, each with its figure."""
+    axes.barh(range(len(names)), values, color=colours, height=0.62)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.bar_label(axes.containers[0], fmt="{:,.0f}", padding=4)
+    axes.margins(x=0.14)
+
+
+def against(axes: Any, found: list[tuple[float, float]], unit: str, scale: str = "linear") -> None:
+    """Measured against planned, with the line on which they are equal."""
+    highest = max(max(pair) for pair in found) * 1.15
+    lowest = min(min(pair) for pair in found) / 1.15
+    axes.plot([lowest, highest], [lowest, highest], color=PALE, linewidth=1, label="equal")
+    axes.scatter([m for m, _ in found], [p for _, p in found], color=OURS, s=28, zorder=3, label="a setting")
+    axes.set(xscale=scale, yscale=scale, xlabel=f"measured, {unit}", ylabel=f"planned, {unit}")
+    axes.legend(frameon=False, labelcolor="linecolor")
+
+
+def throughput(axes: Any) -> None:
+    """Training step: tokens/s compared with torchtitan"""
+    found = rows("train_step", "Compared with torchtitan")
+    names = [row[0].replace("`", "") for row in found]
+    colours = [OURS if name.startswith("fsdmoe") else PEER for name in names]
+    bars(axes, names, [number(row[2]) for row in found], colours, "tokens/s of one H200")
+
+
+def layer(axes: Any) -> None:
+    """MoE layer, forward and backward: TFLOP/s compared with compiled peers"""
+    found = rows("moe_layer", "Compared with compiled peers, skewed routing")[:4]
+    for place, (name, colour) in enumerate(
+        (("fsdmoe", OURS), ("transformers compiled", PEER), ("torchtitan compiled", PALE))
+    ):
+        values = [number(row[place + 1].partition("(")[2]) for row in found]
+        axes.bar([x + 0.27 * (place - 1) for x in range(len(found))], values, 0.25, color=colour, label=name)
+    labels = ["hidden {}\nwidth {}\n{} experts".format(*row[0].split(", ")) for row in found]
+    axes.set_xticks(range(len(found)), labels)
+    axes.set_ylabel("TFLOP/s of one H200")
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.0))
+    axes.margins(y=0.2)
+
+
+def memory(axes: Any) -> None:
+    """Peak memory: planned before the run, and measured in it"""
+    found = rows("planned_memory", "Planned and measured peaks")
+    against(axes, [(number(row[3]), number(row[2])) for row in found], "GiB")
+
+
+def time(axes: Any) -> None:
+    """Time of a step: planned, and measured or emulated"""
+    text = (RESULTS / "step_time.md").read_text(encoding="utf-8")
+    found = re.findall(r"\| (?:fit|check) \| ([\d.]+) \| ([\d.]+) \|", text)
+    against(axes, [(float(measured), float(planned)) for measured, planned in found], "ms", "log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
+
+
+def traffic(axes: Any) -> None:
+    """All-to-all of a step on an emulated node: hidden behind compute, and exposed"""
+    text = (RESULTS / "emulated_run.md").read_text(encoding="utf-8")
+    pattern = r"== {}: step.*?all-to-all +[\d.]+ ms +([\d.]+) ms +([\d.]+) ms"
+    names = {"node, no overlap": "in one piece", "node, chunks 3": "in three chunks, in a graph"}
+    hidden: list[float] = []
+    exposed: list[float] = []
+    for name in names:
+        found = re.search(pattern.format(name), text, re.S)
+        assert found is not None, name
+        hidden.append(float(found[1]))
+        exposed.append(float(found[2]))
+    places = range(len(names))
+    axes.barh(places, exposed, color=PEER, height=0.55, label="exposed: the GPU waits")
+    axes.barh(places, hidden, left=exposed, color=OURS, height=0.55, label="hidden")
+    axes.set_yticks(places, list(names.values()))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of a step (Qwen3-30B-A3B, one of 8 ranks)")
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+
+def recompute(axes: Any) -> None:
+    """What recomputing and offloading parts frees, and what it costs"""
+    found = rows("memory", "What each part frees and costs")
+    for row in found:
+        freed = -float(row[5].split()[0])
+        cost = float(row[2].split()[0])
+        is_moved = "offload" in row[0]
+        axes.scatter(freed, cost, color=PEER if is_moved else OURS, s=28)
+        if row[0] in ("norms", "experts", "layer"):
+            place = {"xytext": (-7, -3), "textcoords": "offset points", "ha": "right"}
+            axes.annotate(row[0], (freed, cost), fontsize=8, **place)
+    axes.set(xlabel="activations freed, %", ylabel="step longer, %")
+    axes.scatter([], [], color=OURS, label="recomputed")
+    axes.scatter([], [], color=PEER, label="with copies in host memory")
+    axes.legend(frameon=False)
+
+
+PICTURES: dict[str, Callable[[Any], None]] = {
+    "throughput": throughput,
+    "layer": layer,
+    "memory": memory,
+    "time": time,
+    "traffic": traffic,
+    "recompute": recompute,
+}
+
+
+def draw(name: str, mode: str) -> Path:
+    """One picture, on no background of its own."""
+    ink = INK[mode]
+    keys = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    style = dict.fromkeys(keys, ink) | {
+        "svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False,
+        "axes.spines.right": False,
+    }  # fmt: skip
+    with plt.rc_context(style):  # type: ignore[arg-type]
+        figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+        PICTURES[name](axes)
+        figure.suptitle((PICTURES[name].__doc__ or "").strip(), fontsize=10)
+        path = RESULTS / f"gallery_{name}_{mode}.svg"
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; else all")
+    names = parser.parse_args().names or list(PICTURES)
+    for name in names:
+        for mode in INK:
+            print(draw(name, mode))
+
+
+if __name__ == "__main__":
+    main()
