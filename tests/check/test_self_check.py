@@ -42,7 +42,7 @@ def _check(folder: str, degrees: dict[str, Any]) -> Rows:
 @pytest.mark.parametrize(
     "degrees",
     [
-        pytest.param({"mesh__ep": 2, "mesh__tp": 2}, id="ep2-tp2"),
+        pytest.param({"mesh__ep": 2, "mesh__tp": 2}, marks=pytest.mark.full, id="ep2-tp2"),
         pytest.param({"mesh__ep": 4}, marks=pytest.mark.full, id="ep4"),
         pytest.param({"mesh__ep": 2, "mesh__dp_outer": 2}, marks=pytest.mark.full, id="ep2-outer2"),
         pytest.param({"mesh__cp": 2, "mesh__ep": 2}, marks=pytest.mark.full, id="cp2-ep2"),
