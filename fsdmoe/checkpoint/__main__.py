@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--layout", choices=get_args(Layout), default="peft", help="of experts; servers: per_expert"
     )
+    command.add_argument("--replace", action="store_true", help="an earlier adapter in that folder")
     command = add(
         "merge-adapter", _merge_adapter, "Write a Hugging Face folder with an adapter in its weights.",
         ("base", "Hugging Face folder that the adapter was trained on"),
@@ -364,7 +365,13 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
 
 
 def _to_adapter(options: argparse.Namespace, console: Console) -> int:
-    to_adapter(options.path, options.out, adapter=options.adapter, layout=options.layout)
+    to_adapter(
+        options.path,
+        options.out,
+        adapter=options.adapter,
+        layout=options.layout,
+        replace=options.replace,
+    )
     readers = {"peft": "peft.PeftModel.from_pretrained(model, ...)", "per_expert": "vLLM or SGLang"}
     console.print(f"{options.out}: load it with {readers[options.layout]}")
     return 0
@@ -478,9 +485,18 @@ def _bar(console: Console, text: str, total: int | None) -> Iterator[Callable[[i
     )
     if share is None:  # neither a share nor a remaining time can be shown
         columns = (TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(text, total=share)
-        yield lambda count: progress.advance(task, count)
+    progress = Progress(*columns, console=console)
+    task = progress.add_task(text, total=share)
+
+    def advance(count: int) -> None:
+        progress.start()  # not before: what is refused has made no progress
+        progress.advance(task, count)
+
+    try:
+        yield advance
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,12 @@ Layout = Literal["peft", "per_expert"]
 
 
 def to_adapter(
-    source: StrPath, target: StrPath, *, adapter: str = "default", layout: Layout = "peft"
+    source: StrPath,
+    target: StrPath,
+    *,
+    adapter: str = "default",
+    layout: Layout = "peft",
+    replace: bool = False,
 ) -> None:
     """Write the adapter of a checkpoint as a folder for ``peft``, or for inference servers. Collective.
 
@@ -39,6 +44,7 @@ def to_adapter(
         adapter: Its name in the model.
         layout: ``peft``: the factors of all experts of a layer in one tensor, as peft loads them.
             ``per_expert``: a pair of factors for each expert and projection, as vLLM and SGLang read them.
+        replace: Put it in place of an earlier adapter in that folder.
 
     Raises:
         CheckpointError: The checkpoint has no adapter of this name, or none that can have this layout.
@@ -50,7 +56,13 @@ def to_adapter(
 
     def write() -> None:
         boxes, config = adapter_content(reader, adapter, layout)
-        there.begin(called)
+        is_adapter = there.size(called, CONFIG) is not None
+        if is_adapter and not replace:
+            raise CheckpointError(
+                f"{target}: expected a folder to make, got an adapter that is there; --replace writes the "
+                "new one in its place"
+            )
+        there.begin(called, replaces=is_adapter)
         try:
             write_file(there, called, WEIGHTS, boxes)
             write_json(there, called, CONFIG, config)

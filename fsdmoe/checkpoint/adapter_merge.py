@@ -86,6 +86,11 @@ def merge_adapter(
             another base, or of a kind that is not merged here.
     """
     storage, called = split_address(base)
+    if from_first(lambda: storage.size(called, CONFIG) is not None):
+        raise CheckpointError(
+            f"{base}: expected the folder of a model, got that of an adapter; name the model first, then the "
+            "adapter, then the folder to make"
+        )
     folder = together(lambda: open_hf_folder(storage, called))
     found, config = _open_adapter(adapter, name)
     if os.path.realpath(adapter) == os.path.realpath(target):

@@ -25,8 +25,8 @@ class ObjectStorage:
             raise CheckpointError(f"{address}: fsspec cannot open it: {error}") from error
         self.root = address
 
-    def begin(self, name: str) -> None:
-        if self._fs.exists(self._at(name, MARKER)):
+    def begin(self, name: str, *, replaces: bool = False) -> None:
+        if not replaces and self._fs.exists(self._at(name, MARKER)):
             raise CheckpointError(
                 f"{self.root}/{name} exists and an object store cannot replace it at once; delete it"
             )

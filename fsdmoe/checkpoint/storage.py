@@ -56,13 +56,14 @@ class LocalStorage:
         self.root = os.fspath(Path(root).expanduser())
         self._path = Path(self.root)
 
-    def begin(self, name: str) -> None:
-        """Make an empty, invisible folder for ``name``."""
+    def begin(self, name: str, *, replaces: bool = False) -> None:
+        """Make an empty, invisible folder for ``name``. ``replaces``: also where there is another than a
+        checkpoint."""
         final = self._path / name
-        if final.exists() and not (final / MANIFEST).is_file() and not _is_empty(final):
+        if final.exists() and not (replaces or (final / MANIFEST).is_file() or _is_empty(final)):
             raise CheckpointError(
-                f"{final} exists and is not a checkpoint, which alone would be replaced; choose another path "
-                "or remove it"
+                f"{final}: expected a folder to make, got one with other files, which are not replaced; "
+                "choose another path, or remove it first"
             )
         folder = self._path / f"{_SAVING}{name}"
         shutil.rmtree(folder, ignore_errors=True)

@@ -84,6 +84,19 @@ def test_servers_add_what_peft_does_to_every_expert(tmp_path: Path, family: str)
 
 
 @requires_peft
+def test_an_earlier_adapter_is_replaced_on_request_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported(adapted("qwen3_moe"), tmp_path, "peft")
+    words = ["to-adapter", str(tmp_path / "peft/checkpoint"), str(tmp_path / "peft/adapter")]
+    assert main(words) == 1
+    assert "got an adapter that is there; --replace writes the new one" in capsys.readouterr().err
+    (tmp_path / "peft/adapter/adapter_model.safetensors").unlink()
+    assert main([*words, "--replace"]) == 0
+    assert (tmp_path / "peft/adapter/adapter_model.safetensors").exists()
+
+
+@requires_peft
 def test_projections_without_an_adapter_get_zeros_because_vllm_wants_all_three(tmp_path: Path) -> None:
     model = adapted("qwen3_moe", target_parameters=["mlp.experts.down_proj"])
     got = vllm_updates(SERVED["qwen3_moe"], *exported(model, tmp_path, "per_expert"), 8)

@@ -199,6 +199,12 @@ def make_unfrozen_run(folder: Path) -> None:
     one.save(1, {"model": {"w": torch.ones(2)}})
 
 
+def swap_folders(folder: Path) -> None:
+    (folder / "base").rename(folder / "plain")
+    (folder / "adapter").rename(folder / "base")
+    (folder / "plain").rename(folder / "adapter")
+
+
 def name_base(folder: Path, name: str) -> None:
     edit(folder / "adapter/adapter_config.json", base_model_name_or_path=name)
 
@@ -221,6 +227,10 @@ PROBLEMS: dict[str, tuple[Callable[[Path], None], str]] = {
     "another name": (
         lambda folder: name_base(folder, "Qwen/Qwen3-30B-A3B"),
         r"expected .*/base, got Qwen/Qwen3-30B-A3B, a model of another name; .*--any-base",
+    ),
+    "folders in the wrong order": (
+        swap_folders,
+        "base: expected the folder of a model, got that of an adapter; name the model first",
     ),
     "another kind": (
         lambda folder: edit(folder / "adapter/adapter_config.json", peft_type="IA3"),
