@@ -39,7 +39,7 @@ from fsdmoe.checkpoint.session import describe, write_state
 from fsdmoe.checkpoint.staging import Stager
 from fsdmoe.checkpoint.storage import StrPath, open_storage
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.checkpoint.writer import SaveOrder
+from fsdmoe.checkpoint.writer import NOT_ENOUGH, SaveOrder
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Meshes
@@ -312,17 +312,25 @@ class Checkpointer:
                 logger.error("the save in the background has failed: %s", self._failure)
 
     def _explained(self, error: Exception, name: str) -> Exception:
-        """A full disk, with what there was to write and what is free; all else as it is."""
-        if not any(text in str(error) for text in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))):
-            return error
+        """A full disk, with what there was to write and what is free, or a file that may not be so large;
+        all else as it is."""
+        text = str(error)
         key = "checkpoint.folder" if self.config.folder else "train.output_dir"
-        free = ""
+        if NOT_ENOUGH in text:
+            return CheckpointError(f"{key}: {text}")
+        if os.strerror(errno.EFBIG) in text:
+            fix = "raise the limit of a file's size (ulimit -f), or name another checkpoint.folder"
+            return CheckpointError(f"{key}: {text}; {fix}")
+        if not any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT)):
+            return error
+        free = fewer = ""
         with contextlib.suppress(OSError):
+            fewer = ", or lower checkpoint.keep_last" if len(self.storage.names()) > 1 else ""
             free = f", {size_text(shutil.disk_usage(self.storage.root).free)} are free"
         assert self.record is not None
         return CheckpointError(
             f"{key}: no space left in {self.storage.root} for {name} ({size_text(self.record.num_bytes)} "
-            f"of this rank{free}); free some, name another folder, or lower checkpoint.keep_last"
+            f"of this rank{free}); free some, or name another checkpoint.folder{fewer}"
         )
 
     def _settle(self, *, is_last: bool = False) -> None:

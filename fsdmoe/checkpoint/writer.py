@@ -28,6 +28,8 @@ from fsdmoe.checkpoint.storage import Storage
 from fsdmoe.checkpoint.tree import Tree
 
 _BYTES_WORTH_A_FILE = 32 << 20
+NOT_ENOUGH = "not enough space"
+"""In the error of a save that was not begun."""
 _CONTENT = "boxes of fsdmoe tensors: name@offsets"
 
 
@@ -119,8 +121,8 @@ def _check_space(order: SaveOrder, rank: int, boxes: Iterable[SavedBox]) -> None
     need, free = sum(box.num_bytes for box in boxes), order.storage.free_bytes()
     if free is not None and need > free:
         raise CheckpointError(
-            f"{order.storage.root}: not enough space: rank {rank} needs {need / 1e9:.2f} GB "
-            f"and {free / 1e9:.2f} GB are free; free some, or lower checkpoint.keep_last"
+            f"{order.storage.root}: {NOT_ENOUGH}: rank {rank} needs {need / 1e9:.2f} GB "
+            f"and {free / 1e9:.2f} GB are free; free some, or name another checkpoint.folder"
         )
 
 

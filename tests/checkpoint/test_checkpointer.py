@@ -263,6 +263,8 @@ def test_a_write_error_on_one_rank_is_everyones_and_loses_nothing(tmp_path: Path
     for message in run_ranks(limit_file_size, 2, str(tmp_path), fresh=True):
         assert "File too large" in message
         assert "rank 1" in message
+        assert message.startswith("train.output_dir: ")
+        assert message.endswith("(ulimit -f), or name another checkpoint.folder")
     assert names(tmp_path) == ["step_00000002"]
     assert not list(tmp_path.glob(".saving-*"))
 
@@ -271,7 +273,8 @@ def test_too_little_space_is_reported_before_writing(tmp_path: Path, monkeypatch
     one = saver(tmp_path)
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 100)
     with pytest.raises(
-        CheckpointError, match=r"not enough space: rank 0 needs .* lower checkpoint\.keep_last"
+        CheckpointError,
+        match=r"^train\.output_dir: .*not enough space: rank 0 needs .* name another checkpoint\.folder$",
     ):
         one.save(2, parts(2))
 
