@@ -47,11 +47,12 @@ def _choice_meant(key: str, written: str, known: Sequence[str]) -> str:
     return elsewhere or choice_like(written, known) or "choose one of them"
 
 
-def divisor_problems(key: str, got: int, numbers: Mapping[str, int]) -> list[str]:
-    """A line for each of ``numbers``, by what it counts, that ``got`` does not divide."""
+def divisor_problems(key: str, got: int, numbers: Mapping[str, int], *, also_of: int = 0) -> list[str]:
+    """A line for each of ``numbers``, by what it counts, that ``got`` does not divide, with those that do
+    (``also_of``: and divide this too)."""
     return [
         f"{key}: expected a divisor of the {number} {what}, got {got}; choose one of "
-        f"{_shown(divisors(number))}"
+        f"{_shown(divisors(number, also_of))}"
         for what, number in numbers.items()
         if got < 1 or number % got
     ]

@@ -25,6 +25,7 @@ from fsdmoe.config.schema import SECTIONS, Config, by_dotted_key
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems, former_names
 from fsdmoe.models.config import PRESETS
+from fsdmoe.rules import near_file
 
 KEPT = "config.toml"
 """Its name in the folder of a run."""
@@ -137,6 +138,10 @@ def open_run(folder: str, problems: Problems) -> tuple[dict[str, Any], dict[str,
     its own yet.
     """
     root = Path(folder).expanduser()
+    if not root.exists():
+        fix = near_file(folder.rstrip("/")) or "name one that is there"
+        problems.append(f"--run: expected the folder of a run, got {folder!r}, which is not there; {fix}")
+        return {}, {}
     if not (root / KEPT).is_file():
         problems.append(
             f"--run: expected the folder of a run, got {folder!r}, which has no {KEPT}; name another, or "

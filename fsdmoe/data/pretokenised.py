@@ -21,14 +21,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdmoe.data import cache
 from fsdmoe.data.cache import say
-from fsdmoe.data.config import SourceConfig, source_name
+from fsdmoe.data.config import SourceConfig, TokenDtype, source_name
 from fsdmoe.data.files import OFFSETS_SUFFIX, SourceFile
 from fsdmoe.data.permutation import hash_indices
 from fsdmoe.data.store import read_meta, write_meta
@@ -49,13 +49,18 @@ def open_tokens(key: str, source: SourceConfig, paths: Sequence[Path]) -> list[T
     return [_open_tokens(key, source, path, opener) for path in paths]
 
 
+def _other_dtype(path: Path) -> str:
+    fitting = [name for name in get_args(TokenDtype) if path.stat().st_size % np.dtype(name).itemsize == 0]
+    return f"set it to {' or '.join(fitting)}" if fitting else "write the file anew: it was cut off"
+
+
 def _open_tokens(key: str, source: SourceConfig, path: Path, opener: Opener) -> TokenFile:
     if path.suffix == ".bin":
         dtype = np.dtype(source.dtype).newbyteorder("<")
         if path.stat().st_size % dtype.itemsize:
             raise ConfigError(
-                f"{key}.dtype: the size of {path} is no multiple of {dtype.itemsize} bytes; "
-                f"it was not written as {source.dtype}"
+                f"{key}.dtype: the size of {path} is no multiple of {dtype.itemsize} bytes, so it was not "
+                f"written as {source.dtype}; {_other_dtype(path)}"
             )
         return TokenFile(path, dtype.str, opener)
     if path.suffix != ".npy":

@@ -208,6 +208,8 @@ def _checked_record(
     except ValueError as error:
         is_array = isinstance(raw, bytes) and raw.lstrip().startswith(b"[")
         fix = _one_a_line(where) if is_array else "fix or remove the line"
+        if not is_array and where.endswith(":1"):
+            fix = f'write one JSON object a line, or set {key}.kind = "text" if it is prose'
         raise ConfigError(f"{key}.path: {where}: not JSON ({error}); {fix}") from error
     if not isinstance(record, dict):
         fix = _one_a_line(where) if isinstance(record, list) else "fix or remove the line"

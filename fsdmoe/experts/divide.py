@@ -6,10 +6,12 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.rules import divisor_problems
 
 
-def experts_per_rank(num_experts: int, ep: int) -> int:
-    """How many of a layer's experts each EP rank holds; ConfigError where ``ep`` does not divide them."""
+def experts_per_rank(num_experts: int, ep: int, world_size: int = 0) -> int:
+    """How many of a layer's experts each EP rank holds; ConfigError where ``ep`` does not divide them, with
+    what so many ranks can have instead."""
     if not divides(ep, num_experts):
-        raise ConfigError(*ep_problems(num_experts, ep))
+        (line,) = ep_problems(num_experts, ep, world_size)
+        raise ConfigError(f"{line}, or another model.num_experts" if world_size else line)
     return num_experts // ep
 
 
@@ -23,8 +25,8 @@ def divides(degree: int, *numbers: int) -> bool:
     return degree > 0 and not any(number % degree for number in numbers)
 
 
-def ep_problems(num_experts: int, ep: int) -> list[str]:
-    return divisor_problems("mesh.ep", ep, {"experts": num_experts})
+def ep_problems(num_experts: int, ep: int, world_size: int = 0) -> list[str]:
+    return divisor_problems("mesh.ep", ep, {"experts": num_experts}, also_of=world_size)
 
 
 def etp_problems(width: int, bias_width: int, etp: int) -> list[str]:

@@ -117,6 +117,20 @@ PATHS = {
         "model.vocab_size to 4097 or more",
         {"a.bin": b"\x00\x10" * 5000},
     ),
+    "prose for records": Typical(
+        "--data.kind jsonl --data.path notes.txt", "data.path", 'set data.kind = "text" if it is prose',
+        {"notes.txt": "Nobody reads this.\nAnd that is as it should be.\n"},
+    ),
+    "tokens of another width": Typical(
+        "--data.kind tokens --data.path a.bin --data.dtype uint32 --data.max_bytes none", "data.dtype",
+        "set it to uint16",
+        {"a.bin": b"\x00\x01" * 5001},
+    ),
+    "a group that matches nothing": Typical(
+        "--config own.toml", "optim.groups[0].params", "did you mean '*embed_tokens*'?",
+        {"own.toml": '[data]\nseq_len = 32\nmax_bytes = 20000\n[[optim.groups]]\nparams = ["embedding.*"]\n'
+                     'lr = 1e-4\n'},
+    ),
     "a slip in the file's name": Typical("--config run.tml", "--config", "run.toml"),
     "a slip in the name of the data": Typical(
         "--data.kind text --data.path corpsu.txt", "data.path", "corpus.txt", ONE_TEXT
@@ -152,7 +166,9 @@ HOSTS = {
         "", "optim.lr", "same command line",
         environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}, second="--optim.lr 1e-5",
     ),
-    "a disk that is full at a save": Typical("--checkpoint.interval 2", "checkpoint", "free"),
+    "a disk that is full at a save": Typical(
+        "--checkpoint.interval 2", "train.output_dir", "free some, or name another checkpoint.folder"
+    ),
 }  # fmt: skip
 
 AT_FIRST_USE = {
@@ -169,6 +185,10 @@ AT_FIRST_USE = {
     "a number in quotes": Typical(
         "--config own.toml", "train.steps", "write 100, without quotes",
         {"own.toml": '[train]\nsteps = "100"\n'},
+    ),
+    "a run that is not there": Typical("--run run.tom", "--run", "did you mean run.toml?"),
+    "experts that ep does not divide": Typical(
+        "--model.num_experts 7 --mesh.ep 2", "mesh.ep", "choose one of 1, or another model.num_experts"
     ),
     "a folder of configurations": Typical("--config .", "--config", "name a file in it: run.toml"),
 }  # fmt: skip
