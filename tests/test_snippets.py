@@ -16,6 +16,7 @@ from fsdmoe.checkpoint.__main__ import _parser as checkpoint_parser
 from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.config import build_config, load_config
 from fsdmoe.data.__main__ import parser as data_parser
+from fsdmoe.launch.__main__ import parser as launch_parser
 from fsdmoe.observe.__main__ import parser as observe_parser
 from fsdmoe.plan.__main__ import parser as plan_parser
 from fsdmoe.plan.dry_run import plan_run
@@ -211,7 +212,7 @@ def check_module(command: Command) -> None:
     elif module == "fsdmoe.data":
         assert not data_parser().parse_known_args(words)[1], command
     else:
-        assert module in ("venv", "tests.support.random_programs.run"), command
+        assert module in ("venv", "fsdmoe.launch.store", "tests.support.random_programs.run"), command
 
 
 def check(command: Command) -> None:
@@ -229,11 +230,9 @@ def check(command: Command) -> None:
         assert re.search(rf"^{program[1]}:", (ROOT / "Makefile").read_text(), re.M), command
     elif program[0] == "pytest":
         assert all((ROOT / word).exists() for word in program if word.startswith("tests/")), command
-    elif program[0] == "sbatch":
-        script = next(word for word in program if word.endswith(".sbatch"))
-        assert (ROOT / script).is_file()
-        options = program[program.index(script) + 1 :]
-        check_train(Command(command.block, ("train.py", *options, "--world", str(command.world_size))))
+    elif program[:2] == ("fsdmoe", "launch"):
+        _, others = launch_parser().parse_known_args(program[2:])
+        check_train(Command(command.block, ("train.py", *others, "--world", str(command.world_size))))
     else:
         assert program[:2] == ("pip", "install"), f"{command.block.name}: {' '.join(command.words)}"
 

@@ -28,6 +28,7 @@ if __name__ == "__main__":
         ranks_per_node={ranks_per_node},
         has_gpus={has_gpus},
         arguments={arguments!r},
+        storage={storage!r},
     )
 '''
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -43,6 +44,7 @@ def script(job: ClusterJob) -> str:
         ranks_per_node=job.ranks_per_node,
         has_gpus=job.has_gpus,
         arguments=list(job.arguments),
+        storage=str(job.folder / "ray"),
     )
 
 
@@ -53,7 +55,7 @@ def run(
     ranks_per_node: int,
     has_gpus: bool,
     arguments: Sequence[str],
-    storage: str | None = None,
+    storage: str,
 ) -> None:
     """Train under Ray until the run is done; for the driver of a job.
 
@@ -63,7 +65,7 @@ def run(
         ranks_per_node: Ranks, and GPUs where there are any, of one node.
         has_gpus: False asks for one CPU a rank instead.
         arguments: Of ``fsdmoe train``.
-        storage: Folder for Ray's own notes on the job, shared by all nodes; by default Ray's.
+        storage: Folder for Ray's own notes on the job, which all nodes share.
 
     Raises:
         ImportError: Ray is not installed.
@@ -71,7 +73,7 @@ def run(
     """
     try:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.data_parallel_trainer import DataParallelTrainer
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     except ImportError as error:
         raise ImportError("--on ray needs Ray Train: pip install 'ray[train]'") from error
     fewest, most = nodes

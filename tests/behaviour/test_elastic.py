@@ -1,14 +1,14 @@
 """An elastic run goes on when a launcher is killed, with the losses of one that was never interrupted."""
 
+import random
 from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_kills import kill_often
+from tests.support.elastic_kills import differences, kill_once, losses, uninterrupted, write_config
 
 
 @pytest.mark.full
 def test_losses_stay_when_a_launcher_is_killed_at_a_random_moment(tmp_path: Path) -> None:
-    seconds, difference = kill_often(tmp_path, kills=1, seed=3, steps=25)
-    assert len(seconds) == 1
-    assert difference < 1e-5
+    kill_once(write_config(tmp_path, 25), random.Random(3), last=15)
+    assert differences(losses(tmp_path / "run"), uninterrupted(tmp_path, 25)) < 1e-5

@@ -66,7 +66,7 @@ class Command:
         found = 1
         for option in ("--nnodes", "--nproc-per-node", "--nodes", "--gpus-per-node"):
             if option in self.words:
-                found *= int(self.words[self.words.index(option) + 1])
+                found *= int(self.words[self.words.index(option) + 1].rpartition(":")[2])
         return found
 
 

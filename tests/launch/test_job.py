@@ -1,0 +1,178 @@
+"""``fsdmoe launch`` checks a job and writes its files; Kubernetes objects follow their published schemas."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdmoe.launch.__main__ import main
+from fsdmoe.launch.kubernetes import CONFIG_FILE
+from tests.support.elastic_kills import differences, environment, losses, uninterrupted, write_config
+from tests.support.scripts import ROOT
+
+SCHEMA = json.loads(Path(__file__).with_name("kubernetes_schema.json").read_text())
+"""Of the objects and parts that are written, all fields: from kubeflow-trainer-api 2.3.0 on PyPI, which has
+those of Kubernetes too, with the types but without the texts."""
+TYPES = {"string": str, "integer": int, "boolean": bool, "object": dict, "array": list}
+
+Launch = Callable[..., Path]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
+    """Writes the job of a tiny run; the folder of its files."""
+
+    def write(*words: str, nodes: str = "2", gpus: str = "1") -> Path:
+        config = write_config(tmp_path, 20)
+        given = ["--nodes", nodes, "--gpus-per-node", gpus, "--config", str(config)]
+        assert main([*words, *given]) == 0, capsys.readouterr().err
+        return tmp_path / "run" / "launch"
+
+    return write
+
+
+def check(value: Any, schema: dict[str, Any], path: str) -> None:
+    """``value`` has the fields that its schema knows, of the types that it names."""
+    if "ref" in schema:
+        known = SCHEMA[schema["ref"]]
+        assert value.keys() <= known["properties"].keys(), path
+        assert value.keys() >= set(known["required"]), path
+        for name, each in value.items():
+            check(each, known["properties"][name], f"{path}.{name}")
+        return
+    if "type" in schema:
+        assert isinstance(value, TYPES[schema["type"]]), path
+    for number, each in enumerate(value if "items" in schema else ()):
+        check(each, schema["items"], f"{path}[{number}]")
+    for name, each in value.items() if "values" in schema else ():
+        check(each, schema["values"], f"{path}.{name}")
+
+
+@pytest.mark.parametrize("gpus", [(), ("--cpu",)])
+@pytest.mark.parametrize("shared", [(), ("--shared", "disk:/shared")])
+@pytest.mark.parametrize("plain", [(), ("--plain",)])
+def test_kubernetes_objects_are_as_the_published_schemas_say(
+    launch: Launch, gpus: tuple[str, ...], shared: tuple[str, ...], plain: tuple[str, ...]
+) -> None:
+    folder = launch("--on", "kubernetes", "--image", "fsdmoe:1", *gpus, *shared, *plain)
+    whole = json.loads((folder / "job.json").read_text())
+    objects = whole["items"] if whole["kind"] == "List" else [whole]
+    assert [each["kind"] for each in objects] == (["Service", "Job"] if plain else ["TrainJob"])
+    for each in objects:
+        check(each, {"ref": each["kind"]}, each["kind"])
+
+
+def test_a_field_that_the_schema_does_not_know_is_found(launch: Launch) -> None:
+    folder = launch("--on", "kubernetes", "--image", "fsdmoe:1")
+    made = json.loads((folder / "job.json").read_text())
+    made["spec"]["trainer"]["nodes"] = 2
+    with pytest.raises(AssertionError, match=r"TrainJob\.spec\.trainer"):
+        check(made, {"ref": "TrainJob"}, "TrainJob")
+
+
+def container_of(folder: Path) -> dict[str, Any]:
+    made = json.loads((folder / "job.json").read_text())
+    if made["kind"] == "TrainJob":
+        found: dict[str, Any] = made["spec"]["trainer"]
+    else:
+        found = made["items"][1]["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_containers_command_trains_as_it_is_written(launch: Launch, tmp_path: Path, plain: bool) -> None:
+    """In two processes that see what two pods would; the pods' names mean this machine."""
+    folder = launch("--on", "kubernetes", "--image", "none", "--cpu", *(["--plain"] if plain else []))
+    container = container_of(folder)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (programs / "python").chmod(0o755)
+    own = {each["name"]: each["value"] for each in container["env"]}
+    own["PATH"] = f"{programs}:{environment()['PATH']}"
+    # What the runtime torch-distributed sets, and what an Indexed Job does.
+    pet = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": "29431",
+    }
+    own |= pet | {"MEETING_HOST": "localhost"}
+    pods = [
+        subprocess.Popen(
+            container["command"],
+            cwd=ROOT,
+            env=environment(**own, PET_NODE_RANK=number, JOB_COMPLETION_INDEX=number),
+            start_new_session=True,
+        )
+        for number in ("0", "1")
+    ]
+    try:
+        assert [pod.wait(300) for pod in pods] == [0, 0]
+    finally:
+        for pod in pods:  # with the store, which ends with the first one
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pod.pid, signal.SIGKILL)
+            pod.wait()
+        Path(CONFIG_FILE.format("run")).unlink()
+    assert differences(losses(tmp_path / "run"), uninterrupted(tmp_path, 20)) < 1e-5
+
+
+def test_a_slurm_job_saves_before_its_limit_and_goes_on_with_fewer_nodes(launch: Launch) -> None:
+    folder = launch("--on", "slurm", "--sbatch=--partition=fast", "--lead", "90", nodes="1:2")
+    text = (folder / "job.sbatch").read_text()
+    for line in ("--nodes=1-2", "--gpus-per-node=1", "--signal=TERM@90", "--no-kill", "--partition=fast"):
+        assert f"#SBATCH {line}\n" in text
+    assert '--nnodes "1:$SLURM_JOB_NUM_NODES"' in text
+    assert subprocess.run(["bash", "-n", str(folder / "job.sbatch")], check=False).returncode == 0
+
+
+def test_a_skypilot_task_recovers_and_keeps_what_it_saved(launch: Launch) -> None:
+    text = (launch("--on", "skypilot", "--gpu", "h200", "--shared", "runs:/runs") / "task.yaml").read_text()
+    assert "accelerators: H200:1\n  use_spot: true\n" in text
+    assert "file_mounts:\n  /runs:\n    name: runs\n" in text
+    assert '--node-rank "$SKYPILOT_NODE_RANK"' in text
+
+
+def test_a_ray_job_is_a_program(launch: Launch) -> None:
+    text = (launch("--on", "ray", nodes="1:2") / "ray_job.py").read_text()
+    compile(text, "ray_job.py", "exec")
+    assert "nodes=(1, 2)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", "none"), "--nodes and --gpus-per-node: expected numbers above 0"),
+        (("--nodes", "2:4"), "--nnodes: with 3 hosts of 1 ranks"),
+        (("--checkpoint.load", "none"), "checkpoint.load: expected"),
+        (("--checkpoint.interval", "-1"), "checkpoint.interval: expected saves"),
+    ],
+)
+def test_a_job_that_could_not_go_on_is_refused(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, 20)
+    given = ["--on", "slurm", "--nodes", "1", "--gpus-per-node", "1", "--config", str(config), *words]
+    assert main(given) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_experts_beyond_a_node_come_with_their_predicted_price(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch("--on", "slurm", nodes="2", gpus="1")
+    assert (
+        "mesh.ep: 2 ranks exchange activations in every layer, and NVLink joins 1" in capsys.readouterr().err
+    )
+    launch("--on", "slurm", "--mesh.ep", "1", nodes="2", gpus="1")
+    assert "warning" not in capsys.readouterr().err
