@@ -108,6 +108,22 @@ SUB_BATCH_ROWS = (
 )  # fmt: skip
 """What needs the rows of a micro-batch together."""
 
+CLONE_ROWS = (
+    Row(on.CLONES, on.FLEX, NOT_BUILT, "places of rows in buffers of a fixed size do not know clones"),
+    Row(on.CLONES, on.ALL_GATHER, CANNOT, "rows that all ranks get need no clones"),
+    Row(on.CLONES, on.ANY_GRAPHS, NOT_BUILT, "the host reads which experts are cloned"),
+    Row(on.CLONES, on.EXPERT_TENSOR_PARALLELISM, NOT_BUILT, "clones are of whole experts"),
+    Row(on.CLONES, on.RECIPE_OF_EXPERTS, NOT_BUILT, "clones are sent as values, without scales",
+        'leave "experts" out of precision.covers'),
+    Row(on.CLONES, FROZEN_CODES, NOT_BUILT, "clones are sent as values, without scales"),
+    Row(on.CLONES, on.QAT, NOT_BUILT, "clones are not rounded"),
+    Row(on.CLONES, on.ADAPTED_EXPERTS, NOT_BUILT, "clones are made of weights alone",
+        "set adapter.target_parameters = []"),
+    Row(on.CLONES, on.OFFLOAD, NOT_BUILT, "what clones keep has no names"),
+    Row(on.CLONES, CPU_OFFLOAD, NOT_BUILT, "clones are sent between devices"),
+)  # fmt: skip
+"""What sees experts, or rows on their way to them, in a form of its own."""
+
 _APART = "replicas plan their micro-batches apart and cannot count over the global batch together"
 _REFERENCE = "their reference is the model without its adapters"
 
@@ -183,7 +199,7 @@ TESTED_ROWS = (
 
 EXACT = (
     EXPERT_PARALLELISM, on.EXPERT_TENSOR_PARALLELISM, on.TENSOR_PARALLELISM, on.CONTEXT_PARALLELISM,
-    on.EXCHANGED_HEADS, on.REPLICAS, on.CHUNKS, on.SUB_BATCHES, on.FLEX, on.SEQUENTIAL, on.RECORD,
+    on.EXCHANGED_HEADS, on.REPLICAS, on.CHUNKS, on.SUB_BATCHES, on.CLONES, on.FLEX, on.SEQUENTIAL, on.RECORD,
     on.RECOMPUTED_LAYERS, on.RECOMPUTED_ATTENTION, on.RECOMPUTED_EXPERTS, on.ZERO_1, on.ZERO_2,
     on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD,
 )  # fmt: skip
@@ -199,8 +215,8 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 
 REFUSED: tuple[Row, ...] = (
-    *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS, *MUON_ROWS,
-    *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
+    *GRAPH_ROWS, *SUB_BATCH_ROWS, *CLONE_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS,
+    *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(
     Row(MUON, other, RIGHT, "tests/behaviour/optim/test_muon_pairs.py")

@@ -37,6 +37,9 @@ EXCHANGED_HEADS = choice(
 # Experts
 FLEX = choice("exchange without counts on the host", "experts.dispatcher", "flex", "auto")
 
+ALL_GATHER = choice("exchange of all rows with all ranks", "experts.dispatcher", "allgather", "auto")
+CLONES = above("clones of hot experts", "experts.clones", 0)
+
 
 def _is_counted(axis: str) -> Feature:
     return Feature(

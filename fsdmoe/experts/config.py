@@ -171,6 +171,15 @@ class ExpertsConfig:
     """In how many sub-batches the rows of a micro-batch go through the layers: while those of one are sent to
     experts and back, attention and experts of another are computed. Each is routed as a micro-batch of its
     own; nothing changes where nothing is sent (ep 1, etp 1), or in evaluation."""
+    clones: int = 0
+    """Slots a rank for clones of other ranks' experts: what a rank has above the mean is computed by clones
+    on ranks below it, planned for each layer and batch. Two bring the busiest rank within a few percent of
+    the mean; 0 clones nothing. Sent by all_to_all, which auto then takes; nothing changes at ep 1."""
+    clone_rows: int = 1024
+    """An expert is cloned to a rank only if it takes over more rows there than this: what sending its weights
+    and their gradients costs, in rows of compute."""
+    clone_keep: bool = True
+    """Keep the weights of clones from forward to backward; false sends them again instead."""
     transfer_sms: int = 16
     """Multiprocessors that the experts' products leave free while rows are exchanged concurrently, as many as
     an exchange takes: NCCL 16 to 32, one-sided kernels fewer. Too few, and products wait for each other."""
@@ -219,7 +228,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
-        least = at_least("experts", vars(self), {"chunks": 1, "sub_batches": 1, "transfer_sms": 0})
+        least = at_least("experts", vars(self), _LEAST)
         problems = one_of("experts", vars(self), dtypes) + least + self._flex_problems()
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
@@ -265,6 +274,7 @@ class ExpertsConfig:
         ]
 
 
+_LEAST = {"chunks": 1, "sub_batches": 1, "transfer_sms": 0, "clones": 0, "clone_rows": 0}
 _TERMS = ("sequence", "micro_batch", "global_batch", "device", "transformers", "z_loss", "bias_rate")
 _HARMLESS = ("device_scope", "z_loss", "family")
 

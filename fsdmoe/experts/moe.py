@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fsdmoe.experts.balance import joint_balance_loss
+from fsdmoe.experts.cloned import ClonedExperts
 from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.experts.context import Routing, RoutingContext
-from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
+from fsdmoe.experts.dispatch import CloningDispatcher, Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.routed import Combining, Compute, Concurrent, Dispatching, RoutedExperts
 from fsdmoe.experts.router import Router
@@ -54,6 +55,10 @@ class ExpertCompute:
         self._policy = policy
         self._mlp: ExpertFunction = expert_function(policy)
         self._may_be_late = policy.may_be_late
+
+    def compute_clones(self, rows: Rows, weights: ExpertWeights, max_rows: int) -> Tensor:
+        """``y_RD`` by ``weights`` of other ranks' experts."""
+        return self._mlp(rows, weights, self._policy, max_rows, NO_UPDATES)
 
 
 class GroupedExperts(ExpertCompute, nn.Module):
@@ -139,6 +144,10 @@ class GroupedExperts(ExpertCompute, nn.Module):
         policy = self._policy if grads is None else self._policy._replace(late=grads)
         return self._mlp(Rows(x_RD, weights_RK, ids_RK), weights, policy, max_rows, NO_UPDATES)
 
+    def own_weights(self) -> ExpertWeights:
+        """What clones of this rank's experts are made of."""
+        return ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+
     def late_weights(self, spare_sms: int) -> LateWeights | None:
         """Before rows are waited for: weights whose gradients are computed once those of rows are sent."""
         return later(self.gate_up_proj, self.down_proj, spare_sms) if self._may_be_late else None
@@ -218,7 +227,11 @@ class MoE(nn.Module):
         self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, sub_batches: int = 1
     ) -> None:
         """How rows reach their experts, in how many chunks, and in how many sub-batches they come."""
-        self._routed = RoutedExperts(dispatcher, chunks, transfer_sms, sub_batches)
+        counts = chunks, transfer_sms, sub_batches
+        if isinstance(dispatcher, CloningDispatcher):
+            self._routed: RoutedExperts = ClonedExperts(dispatcher, *counts, experts=self.experts)
+        else:
+            self._routed = RoutedExperts(dispatcher, *counts)
         if self.experts.policy.spare_sms != self._routed.spare_sms:
             self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
         if self.fc1_latent_proj is None and not dispatcher.crosses_ranks:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.dispatch import UNPACKED, Choice, FlexPolicy, Links, Packing, build_dispatcher, options_of
+from fsdmoe.experts.dispatch import Choice, Links, build_dispatcher, options_of
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.mesh import Meshes
@@ -29,21 +30,20 @@ def parallelize_experts(
     meshes: Meshes,
     *,
     dispatcher: str = "auto",
-    packing: Packing = UNPACKED,
-    flex: FlexPolicy | None = None,
     chunks: int = 1,
     transfer_sms: int = 0,
     sub_batches: int = 1,
+    **options: Any,
 ) -> Choice:
-    """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why."""
+    """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why.
+    ``options``: further ones of :func:`build_dispatcher`."""
     split_experts(moe.experts, meshes)
     made, choice = build_dispatcher(
         dispatcher,
         Links.of(meshes),
         num_experts=moe.experts.num_experts,
         top_k=moe.gate.spec.top_k,
-        packing=packing,
-        flex=flex,
+        **options,
     )
     moe.exchange_by(made, chunks, transfer_sms, sub_batches)
     return choice

@@ -15,9 +15,18 @@ from torch import Tensor, nn
 
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.experts.cloned import ClonedExperts
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher, options_of
+from fsdmoe.experts.dispatch import (
+    Choice,
+    CloningDispatcher,
+    Dispatcher,
+    Links,
+    Rows,
+    build_dispatcher,
+    options_of,
+)
 from fsdmoe.experts.moe import ExpertCompute
 from fsdmoe.experts.replay import Decision, RoutingTape
 from fsdmoe.experts.routed import Compute, RoutedExperts
@@ -46,7 +55,7 @@ class ParallelForward(ExpertCompute):
         self,
         module: nn.Module,
         adapters: ExpertAdapters,
-        routed: RoutedExperts,
+        dispatcher: Dispatcher,
         *,
         start: int,
         experts: ExpertsConfig,
@@ -54,15 +63,21 @@ class ParallelForward(ExpertCompute):
         self.module = module
         self.spec = adapters.spec
         self.adapters = adapters
+        if isinstance(dispatcher, CloningDispatcher):
+            refuse(self._clone_problems())
+            self._routed: RoutedExperts = ClonedExperts(
+                dispatcher, experts.chunks, experts.transfer_sms, experts=self
+            )
+        else:
+            self._routed = RoutedExperts(dispatcher, experts.chunks, experts.transfer_sms)
         self.policy = ExpertPolicy(
             self.spec.activation,
             experts.weight_after,
             limit=self.spec.limit,
             sequential=experts.compute == "sequential",
-            spare_sms=routed.spare_sms,
+            spare_sms=self._routed.spare_sms,
         )
         self.memory_calls = plain_calls("experts")
-        self._routed = routed
         self.down_bias_start = start
         self.counts_load = False
         self.load_E: Tensor | None = None
@@ -154,6 +169,22 @@ class ParallelForward(ExpertCompute):
 
         return compute
 
+    def own_weights(self) -> ExpertWeights:
+        """What clones of this rank's experts are made of."""
+        return self._weights()
+
+    def _clone_problems(self) -> list[str]:
+        kinds = {
+            "gates and ups that are kept in another order": self.spec.is_copied,
+            "a norm of outputs": self.spec.output_norm is not None,
+        }
+        return [
+            f"experts.clones: expected experts that kernels read as they are, got {kind} in "
+            f"{type(self.module).__name__}; set experts.clones = 0"
+            for kind, is_there in kinds.items()
+            if is_there
+        ]
+
     def _weights(self) -> ExpertWeights:
         return self.spec.kernel_weights(self.module, self.down_bias_start)
 
@@ -239,8 +270,7 @@ def parallelize_wrapped_experts(
     )
     if experts.sub_batches > 1:
         raise AssertionError("sub-batches of a wrapped model, which fsdmoe.config.compatibility refuses")
-    routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
-    forward = _kind_of(spec)(module, adapters, routed, start=start, experts=experts)
+    forward = _kind_of(spec)(module, adapters, made, start=start, experts=experts)
     module.parallel_forward = forward  # type: ignore[assignment]
     module.memory_calls = forward.memory_calls  # type: ignore[assignment]
     rewrite(module, Rewrite.EXPERTS, _routed_block if spec.weights_inputs else _forward)

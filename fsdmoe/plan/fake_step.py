@@ -141,6 +141,11 @@ def fake_step(config: Config, world_size: int) -> FakeStep:
             "fake step: expected everything on the device, got memory.offload, optim.state_offload or "
             "fsdp.cpu_offload; leave them out, and take `--dry-run` for what they move"
         )
+    if config.experts.clones:
+        raise ConfigError(
+            f"experts.clones: a fake step expected even loads, which need none, got {config.experts.clones}; "
+            "set experts.clones = 0"
+        )
     if config.experts.dispatcher in ("flex", "by_node"):
         raise ConfigError(
             "experts.dispatcher: a fake step expected one whose counts the host knows, on one node, got "

@@ -46,6 +46,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     on.REPLICAS: {"mesh.dp_outer": 2},
     on.CHUNKS: {"experts.chunks": 2, "mesh.ep": 2},
     on.SUB_BATCHES: {"experts.sub_batches": 2, "mesh.ep": 2},
+    on.CLONES: {"experts.clones": 2, "experts.clone_rows": 0, "mesh.ep": 2},
     on.FLEX: {"experts.dispatcher": "flex", "mesh.ep": 2},
     on.SEQUENTIAL: {"experts.compute": "sequential"},
     on.RECORD: {"experts.record": "{folder}/routing"},

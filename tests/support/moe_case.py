@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.experts.context import Routing, RoutingContext
-from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy
+from fsdmoe.experts.dispatch import ClonePolicy, FlexDispatcher, FlexPolicy
+from fsdmoe.experts.dispatch.cloning import NO_CLONES
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
@@ -47,7 +48,7 @@ class Case:
     dispatcher: str
     routing: str = "random"
     """``random``; ``skewed``: all tokens choose the first three experts; ``single``: the last one most;
-    ``dropped``: some choices are -1."""
+    ``one``: a single one, and top-k others of no weight; ``dropped``: some choices are -1."""
     tokens: str = "uneven"
     """``even``; ``uneven``, rank 1 without any; ``one``: a single rank has tokens."""
     top_k: int = 3
@@ -60,6 +61,7 @@ class Case:
     chunks: int = 1
     flex: FlexPolicy = ROOMY
     """Of ``flex``: bounds above whatever comes, so that it is not ``all_to_all`` that is tested."""
+    clones: ClonePolicy = NO_CLONES
 
     def config(self) -> ExpertsConfig:
         if self.policy == "expert_choice":
@@ -101,8 +103,11 @@ def build_layer(case: Case) -> MoE:
             nn.init.normal_(parameter, std=0.4)
         if case.routing == "skewed":  # feature 0 of every token is 1: see token_parts
             layer.gate.weight[:, 0] = torch.tensor([10.0] * 3 + [-30.0] * (NUM_EXPERTS - 3))
-        if case.routing == "single":
+        elif case.routing == "single":
             layer.gate.weight[-1, 0] = 30.0
+        elif case.routing == "one":
+            layer.gate.weight[:, 0] = -30.0
+            layer.gate.weight[5, 0] = 10.0
     return layer
 
 
@@ -151,12 +156,21 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
     y, dx = (torch.cat(pieces) for pieces in zip(*(run(whole, part) for part in together), strict=True))
     split = build_layer(case)
     split.load_state_dict(whole.state_dict())
-    flex, chunks = case.flex, case.chunks
-    parallelize_experts(split, meshes, dispatcher=case.dispatcher, flex=flex, chunks=chunks)
+    options = {"flex": case.flex, "chunks": case.chunks, "clones": case.clones}
+    parallelize_experts(split, meshes, dispatcher=case.dispatcher, **options)
     use_local_tensors(split)
     my_y, my_dx = run(split, parts[dist.get_rank()])
     if isinstance(split.dispatcher, FlexDispatcher) and case.flex.rows >= 8.0:
         assert not split.dispatcher.state.num_rerouted, "nothing may have taken all_to_all"
+
+    is_hot = case.routing in ("skewed", "one") and case.top_k < NUM_EXPERTS and not case.clones.least_rows
+    if case.clones.slots and is_hot and meshes.size(Axis.EP) == dist.get_world_size():
+        calls = split.dispatcher.traffic.calls
+        num_weights = len(dict(split.experts.named_parameters()))
+        assert calls["clones"] == num_weights * (1 if case.clones.keep else 2), (
+            "experts must have been cloned"
+        )
+        assert calls["clones.backward"] == num_weights
 
     sizes = [len(part) for part in parts]
     errors = {

@@ -99,6 +99,7 @@ class Layout:
     chunks: int = 1
     sub_batches: int = 1
     dispatcher: str = "auto"
+    clones: int = 0
 
     @property
     def memory(self) -> MemoryConfig:
@@ -120,6 +121,7 @@ class Layout:
         extra += ["dynamic"] * self.dynamic + ["varlen"] * self.varlen
         extra += [f"chunks{self.chunks}"] * (self.chunks > 1)
         extra += [f"sub-batches{self.sub_batches}"] * (self.sub_batches > 1)
+        extra += [f"clones{self.clones}"] * (self.clones > 0)
         shard = [self.shard] * (self.shard != "params")
         return "-".join([*sizes, *([self.mode] if self.mesh.cp > 1 else []), *extra, *shard]) or "alone"
 
@@ -191,6 +193,8 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
             dispatcher=layout.dispatcher,  # type: ignore[arg-type]
             chunks=layout.chunks,
             sub_batches=layout.sub_batches,
+            clones=layout.clones,
+            clone_rows=0,
         ),
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),

@@ -10,6 +10,7 @@ from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.allgather import AllGatherDispatcher
 from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
 from fsdmoe.experts.dispatch.by_node import NodeDispatcher
+from fsdmoe.experts.dispatch.cloning import NO_CLONES, ClonePolicy, CloningDispatcher
 from fsdmoe.experts.dispatch.flex import FlexDispatcher
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.experts.dispatch.local import LocalDispatcher
@@ -18,9 +19,9 @@ from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatch
 from fsdmoe.rules import one_of
 
 __all__ = [
-    "DISPATCHERS", "UNPACKED", "Choice", "DispatchPlan", "DispatchTraffic", "Dispatcher", "ExpertLayout",
-    "FlexDispatcher", "FlexPolicy", "Links", "Packing", "Rows", "build_dispatcher", "choose_dispatcher",
-    "options_of",
+    "DISPATCHERS", "UNPACKED", "Choice", "ClonePolicy", "CloningDispatcher", "DispatchPlan",
+    "DispatchTraffic", "Dispatcher", "ExpertLayout", "FlexDispatcher", "FlexPolicy", "Links", "Packing",
+    "Rows", "build_dispatcher", "choose_dispatcher", "options_of",
 ]  # fmt: skip
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
@@ -35,6 +36,7 @@ def options_of(experts: ExpertsConfig) -> dict[str, Any]:
     return {
         "packing": Packing(experts.dispatch_dtype == "float8", experts.dispatch_grad_dtype == "float8"),
         "flex": flex and FlexPolicy(flex.rows, flex.blocks, flex.domain),
+        "clones": ClonePolicy(experts.clones, experts.clone_rows, experts.clone_keep),
     }
 
 
@@ -46,9 +48,15 @@ def build_dispatcher(
     top_k: int,
     packing: Packing = UNPACKED,
     flex: FlexPolicy | None = None,
+    clones: ClonePolicy = NO_CLONES,
 ) -> tuple[Dispatcher, Choice]:
     """The dispatcher called ``name``, or the one that ``auto`` picks, with the reason."""
     choice = Choice(name, "as configured")
+    if clones.slots and links.ep.size > 1:
+        if name not in ("auto", AllToAllDispatcher.name) or links.etp.size > 1:
+            raise AssertionError(f"clones by {name}, which fsdmoe.config.compatibility refuses")
+        choice = Choice(AllToAllDispatcher.name, f"{clones.slots} slots a rank for clones of hot experts")
+        return CloningDispatcher(links, num_experts, packing, policy=clones), choice
     if name == "auto":
         choice = choose_dispatcher(ExpertLayout(num_experts, top_k, links.ep.size, links.etp.size))
     elif name not in DISPATCHERS:

@@ -66,7 +66,12 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
     """On every rank; then the held-out loss of another step's rows."""
     meshes = build_meshes(layout.mesh)
     policy = ParallelPolicy(
-        experts=ExpertsConfig(chunks=layout.chunks, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
+        experts=ExpertsConfig(
+            chunks=layout.chunks,
+            dispatcher=layout.dispatcher,  # type: ignore[arg-type]
+            clones=layout.clones,
+            clone_rows=0,
+        ),
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
         memory=layout.memory,
         grad_divisor=1.0,
@@ -103,9 +108,19 @@ LAYOUTS = [
     ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",), chunks=2)),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2, chunks=3)),
+    pytest.param(
+        "qwen3_moe",
+        Layout(MeshConfig(cp=2, dp_shard=2, ep=4), micro_batches=2, chunks=2, clones=2),
+        marks=pytest.mark.full,
+    ),
+    pytest.param(
+        "mixtral",
+        Layout(MeshConfig(dp_shard=2, ep=2), recompute=("layer",), clones=1),
+        marks=pytest.mark.full,
+    ),
     ("qwen3_moe", Layout(MeshConfig(tp=2))),
     ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=("layer",))),
-    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2))),
+    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), clones=2)),
     ("qwen2_moe", Layout(MeshConfig(tp=2, ep=2))),  # a gated shared expert in the block
     ("granite_shared", Layout(MeshConfig(tp=2, ep=2))),  # and one beside it
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),

@@ -1,0 +1,232 @@
+"""Weights of clones on their way there, and their gradients on their way home.
+
+::
+
+    CloneWeights(link, clones, own)           weights.wait()  ->  those of this rank's clones
+      forward: starts the exchange              forward: waits for it
+      backward: waits for gradients, adds       backward: starts the exchange of gradients, in fp32
+
+All ranks take part whether they have clones or not: a rank without any would not reach the second node in
+backward, so every output of experts is tied to it (:meth:`CloneWeights.tie`). Gradients are added one by one
+in the order of ranks, so that a run can be repeated bit by bit.
+
+With ``experts.clone_keep = false`` nothing of a clone is kept for backward. Its weights are sent again when
+the gradients of outputs arrive: the first tie in backward starts that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdmoe.experts.dispatch.transfer import Link, Pending
+from fsdmoe.kernels.expert_operands import ExpertWeights
+from fsdmoe.kernels.grad_sink import Staged, sink_of
+
+
+@dataclass(frozen=True)
+class Clones:
+    """Experts that travel in one layer, in the order of ranks and their slots."""
+
+    sent: list[int]
+    """How many go to each EP rank."""
+    experts: list[int]
+    """Which of this rank's own, those to rank 0 first."""
+    received: list[int]
+    """How many come from each EP rank."""
+
+    @classmethod
+    def of(cls, experts_PS: list[list[int]], rank: int, num_experts: int) -> Clones | None:
+        """As rank ``rank`` sees them; None, on all ranks, where nobody has a clone."""
+        num_ranks = len(experts_PS)
+        per_rank = num_experts // num_ranks
+        homes = [[expert // per_rank for expert in slots if expert < num_experts] for slots in experts_PS]
+        if not any(homes):
+            return None
+        own = [[expert % per_rank for expert in slots if expert // per_rank == rank] for slots in experts_PS]
+        received = [homes[rank].count(home) for home in range(num_ranks)]
+        return cls([len(each) for each in own], [expert for each in own for expert in each], received)
+
+
+class _CloneGrad:
+    """The sink of a clone's weight: a gradient in fp32 that is sent home."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._shape = like.shape
+        self._dtype = torch.promote_types(like.dtype, torch.float32)
+        self._device = like.device
+        self.buffer: Tensor | None = None
+
+    def claim(self, staged: Staged | None = None) -> tuple[Tensor, bool] | None:
+        accumulate = self.buffer is not None
+        if self.buffer is None:
+            self.buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self.buffer, accumulate
+
+    def stage(self) -> Staged | None:
+        return None
+
+    def take(self, other: Tensor | None) -> Tensor:
+        """What was written, and what came through autograd."""
+        found = self.buffer
+        self.buffer = None
+        if found is not None:
+            return found if other is None else found.add_(other)
+        if other is not None:
+            return other.to(self._dtype)
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+
+
+@dataclass
+class _CloneTransit:
+    """What the nodes of one exchange share. Never a tensor with a history, nor one that was received."""
+
+    link: Link
+    clones: Clones
+    own: tuple[Tensor, ...]
+    """Parameters: their owner keeps them, and has them in place when backward runs."""
+    outbound: list[Pending] = field(default_factory=list)
+    grads: list[_CloneGrad] = field(default_factory=list)
+    homebound: list[Pending] = field(default_factory=list)
+    again: list[Pending] | None = None
+    """Under way, or here, for the second time."""
+
+    def send(self) -> list[Pending]:
+        """Each weight in one exchange, so that what arrives needs no copy."""
+        sent, received = self.clones.sent, self.clones.received
+        return [self.link.exchange(self._picked(each), sent, received, "clones") for each in self.own]
+
+    def _picked(self, weight: Tensor) -> Tensor:
+        """Without indices, which the host would have to copy to the device."""
+        weight = weight.detach()
+        experts = self.clones.experts
+        return torch.stack([weight[expert] for expert in experts]) if experts else weight[:0]
+
+    def send_home(self, gradients: Sequence[Tensor | None]) -> None:
+        sent, received = self.clones.sent, self.clones.received
+        taken = [sink.take(given) for sink, given in zip(self.grads, gradients, strict=True)]
+        self.homebound = [self.link.exchange(each, received, sent, "clones.backward") for each in taken]
+
+
+class CloneWeights:
+    """Those of one layer's clones on this rank; for the caller alone, no autograd node may hold it."""
+
+    def __init__(self, link: Link, clones: Clones, own: ExpertWeights, *, keep: bool) -> None:
+        """Starts the exchange. To be called before rows are waited for: so in backward gradients are added
+        once the experts' own are there, and before the layer is done."""
+        sent = tuple(weight for weight in own if weight is not None)
+        self._has = [weight is not None for weight in own]
+        self._transit = _CloneTransit(link, clones, sent)
+        self._keep = keep
+        self._handle: Tensor = _Send.apply(self._transit, *sent)
+        self._weights: ExpertWeights | None = None
+
+    def wait(self) -> ExpertWeights:
+        """To be called after the experts' own compute: so in backward gradients travel behind that."""
+        if self._weights is None:
+            *received, self._handle = _Receive.apply(self._transit, self._handle)
+            for weight, sink in zip(received, self._transit.grads, strict=True):
+                weight.grad_sink = sink
+            self._weights = ExpertWeights._make(received.pop(0) if has else None for has in self._has)
+        return self._weights
+
+    def tie(self, y_RD: Tensor) -> Tensor:
+        """``y_RD``, whose backward leads to this exchange's on every rank."""
+        return _Tie.apply(self._transit, self._keep, y_RD, self._handle)
+
+    def unsaved(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the clones' compute: their weights are not kept where they are sent again."""
+        if self._keep:
+            return contextlib.nullcontext()
+        places = [weight.data_ptr() for weight in self.wait()[:2]]  # biases are small
+        transit = self._transit
+
+        def pack(saved: Tensor) -> Tensor | int:
+            return places.index(saved.data_ptr()) if saved.data_ptr() in places else saved
+
+        def unpack(kept: Tensor | int) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            assert transit.again is not None
+            return transit.again[kept]()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, transit: _CloneTransit, *weights):
+        ctx.transit = transit
+        ctx.sinks = [sink_of(weight) for weight in weights]
+        transit.outbound = transit.send()
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _handle):
+        transit: _CloneTransit = ctx.transit
+        pending, transit.homebound = transit.homebound, []
+        added = [
+            _add_home(wait(), transit.clones.experts, weight, sink)
+            for wait, weight, sink in zip(pending, transit.own, ctx.sinks, strict=True)
+        ]
+        return None, *added
+
+
+def _add_home(gradients_M: Tensor, experts: list[int], weight: Tensor, sink: Any) -> Tensor | None:
+    """Each gradient to that of its expert; what is left for autograd."""
+    if not experts:
+        return None
+    if sink is None:
+        total = torch.zeros(weight.shape, dtype=gradients_M.dtype, device=weight.device)
+    else:
+        claimed = sink.claim()
+        if claimed is None:
+            return None
+        total, accumulate = claimed
+        if not accumulate:
+            total.zero_()
+    for expert, gradient in zip(experts, gradients_M, strict=True):
+        total[expert] += gradient
+    return total.to(weight.dtype) if sink is None else None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, transit: _CloneTransit, handle):
+        ctx.transit = transit
+        ctx.set_materialize_grads(False)
+        # Emptied: what a pending exchange returns gets this node as its history.
+        pending, transit.outbound = transit.outbound, []
+        received = [wait() for wait in pending]
+        transit.grads = [_CloneGrad(weight) for weight in received]
+        return *received, handle.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        transit: _CloneTransit = ctx.transit
+        transit.again = None
+        transit.send_home(gradients[:-1])
+        return None, transit.own[0].new_empty(0)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, transit: _CloneTransit, keep: bool, y_RD, handle):
+        ctx.transit = transit
+        ctx.keep = keep
+        return y_RD.view_as(y_RD)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy_RD):
+        transit: _CloneTransit = ctx.transit
+        if not ctx.keep and transit.again is None:
+            transit.again = transit.send()
+        return None, None, dy_RD, dy_RD.new_empty(0)

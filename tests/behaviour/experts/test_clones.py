@@ -1,0 +1,89 @@
+"""Experts cloned to other ranks equal one process, for even loads to all rows for one expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdmoe.experts.dispatch import ClonePolicy
+from fsdmoe.mesh import MeshConfig
+from fsdmoe.testing import run_ranks
+from tests.behaviour.test_layouts import losses
+from tests.support import parallel_case
+from tests.support.moe_case import Case, Layout, check_layout
+from tests.support.parallel_case import FEW, compare, one_process, train_parallel
+
+TWO = ClonePolicy(2)
+LOADS: tuple[dict[str, Any], ...] = (
+    {"routing": "random", "tokens": "even"},
+    {"routing": "random"},
+    {"routing": "skewed"},
+    {"routing": "skewed", "tokens": "one", "chunks": 2},
+    {"routing": "one", "top_k": 1},
+    {"routing": "one", "top_k": 1, "tokens": "one", "chunks": 3},
+    {"routing": "dropped", "chunks": 2},
+    {"routing": "skewed", "extras": "shared", "weight_after": True},
+    {"routing": "skewed", "extras": "latent", "top_k": 8},
+    {"routing": "skewed", "bias": True},
+    {"policy": "expert_choice"},
+    {"policy": "padded", "chunks": 2},
+)
+
+
+def cases(*policies: ClonePolicy) -> list[Case]:
+    return [Case("all_to_all", clones=policy, **load) for load in LOADS for policy in policies]
+
+
+SAMPLE = [(4, Layout(4), slice(0, None, 3)), (4, Layout(2, tp=2), slice(1, None, 5))]
+EVERY = [
+    (world_size, Layout(ep, tp=tp, cp=cp), slice(None))
+    for world_size in (2, 4, 8)
+    for ep in (2, 4, 8)
+    for tp, cp in ((1, 1), (2, 1), (1, 2))
+    if ep <= world_size and tp * cp <= world_size
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "some"),
+    [*SAMPLE, *(pytest.param(*each, marks=pytest.mark.full) for each in EVERY)],
+    ids=str,
+)
+def test_a_layer_with_clones_equals_one_process(world_size: int, layout: Layout, some: slice) -> None:
+    each = cases(TWO, TWO._replace(keep=False), ClonePolicy(1, 2))[some]
+    worst = max(run_ranks(check_layout, world_size, layout, each))
+    print(f"{layout}: worst relative error {worst:.1e} over {len(each)} cases")
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "two micro-batches": {"micro_batches": 2},
+    "layers recomputed": {"recompute": ("layer",), "chunks": 2},
+    "experts recomputed": {"recompute": ("experts", "router", "norms")},
+    "sub-batches": {"sub_batches": 2},
+    "dynamic groups, ranks without rows": {"dynamic": True, "max_tokens": 6},
+    "whole gradients": {"shard": "optimizer"},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_model_with_clones_trains_as_one_process(family: str, case: str) -> None:
+    mesh = MeshConfig(dp_shard=4, ep=4) if case != "sub-batches" else MeshConfig(dp_shard=2, ep=2)
+    layout = parallel_case.Layout(mesh, clones=2, **MODELS[case])
+    for of_rank in run_ranks(train_parallel, mesh.dp_shard, family, layout, FEW, timeout=300.0):
+        for optimizer, course in of_rank.items():
+            wanted = one_process(family, optimizer, layout.dynamic, layout.num_layers)
+            compare(course, wanted, f"{case}, {family}, {optimizer}")
+
+
+@pytest.mark.full
+def test_a_hundred_steps_with_clones_have_the_losses_of_those_without(tmp_path: Path) -> None:
+    shared = {"mesh__ep": 4, "train__steps": 100, "train__eval_interval": -1, "optim__lr": 1e-3}
+    plain = losses(tmp_path / "plain", 4, **shared)
+    cloned = losses(tmp_path / "cloned", 4, **shared, experts__clones=2, experts__clone_rows=0)
+    assert len(plain) == len(cloned) == 100
+    for (found, _), (wanted, _) in zip(cloned, plain, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
