@@ -38,6 +38,7 @@ EXCHANGED_HEADS = choice(
 FLEX = choice("exchange without counts on the host", "experts.dispatcher", "flex", "auto")
 
 ALL_GATHER = choice("exchange of all rows with all ranks", "experts.dispatcher", "allgather", "auto")
+BY_NODE = choice("rows that go to a node once", "experts.dispatcher", "by_node", "auto")
 CLONES = above("clones of hot experts", "experts.clones", 0)
 
 
