@@ -11,7 +11,7 @@ backward, so every output of experts is tied to it (:meth:`CloneWeights.tie`). G
 in the order of ranks, so that a run can be repeated bit by bit.
 
 With ``experts.clone_keep = false`` nothing of a clone is kept for backward. Its weights are sent again when
-the gradients of outputs arrive: the first tie in backward starts that.
+the gradients of outputs are there: the first tie in backward starts that.
 """
 
 from __future__ import annotations
