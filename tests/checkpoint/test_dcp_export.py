@@ -91,7 +91,7 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     ours(tmp_path / "ours")
     to_dcp(tmp_path / "ours", tmp_path / "stock")
     before = (tmp_path / "stock/.metadata").read_bytes()
-    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="with other files, which are not replaced"):
         to_dcp(tmp_path / "ours", tmp_path / "stock")
     assert (tmp_path / "stock/.metadata").read_bytes() == before
 

@@ -9,11 +9,11 @@ from fsdmoe.context_parallel.config import heads_of_ranks
 from fsdmoe.context_parallel.planner import check_fits
 from fsdmoe.data import check_batch, require_holdout
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import Links
 from fsdmoe.experts.dispatch.base import Link
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
+from fsdmoe.experts.divide import experts_per_rank
 from fsdmoe.experts.split import check_split
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.memory.config import MemoryConfig
@@ -46,10 +46,7 @@ def links(ep: int) -> Links:
 EXPERTS = {"num_experts": 8, "width": 384, "bias_width": 0}
 RULES: dict[str, tuple[Callable[[], object], dict[str, dict[str, Any]], int]] = {
     "degrees": (lambda: resolve_degrees(MeshConfig(tp=2), 3), {"mesh": {"tp": 2}}, 3),
-    "experts over ranks": (lambda: check_split(Split(ep=3), **EXPERTS), {"mesh": {"ep": 3}}, 3),
-    "experts over devices": (
-        lambda: RoutingContext(num_devices=3).experts_per_device(8), {"mesh": {"ep": 3}}, 3,
-    ),
+    "experts over ranks": (lambda: experts_per_rank(8, 3, world_size=3), {"mesh": {"ep": 3}}, 3),
     "width of experts": (lambda: check_split(Split(etp=5), **EXPERTS), {"mesh": {"etp": 5}}, 5),
     "dispatcher": (
         lambda: LocalDispatcher(links(2), 8), {"mesh": {"ep": 2}, "experts": {"dispatcher": "local"}}, 2,

@@ -285,7 +285,10 @@ def a_device() -> Iterator[None]:
     from torchao.optim import cpu_offload
 
     made_up = SimpleNamespace(
-        Stream=Stream, current_stream=Stream, stream=lambda stream: contextlib.nullcontext()
+        Stream=Stream,
+        current_stream=Stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        is_available=lambda: False,
     )
     make, name = torch.empty_like, "get_available_devices"
     with (

@@ -315,9 +315,9 @@ def test_an_existing_folder_is_never_replaced_by_an_export(tmp_path: Path) -> No
     checkpoint.save(tmp_path / "ckpt", Decoder(tiny("qwen3_moe")))
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="with other files, which are not replaced"):
         to_hf(tmp_path / "ckpt", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="with other files, which are not replaced"):
         checkpoint.save(tmp_path / "out", Decoder(tiny("qwen3_moe")))
     assert (tmp_path / "out/thesis.tex").read_text() == "years of work"
 
