@@ -67,7 +67,7 @@ def start(folder: Path, mistake: Typical, found: dict[str, str]) -> list[Program
     script = folder / "script.py"
     words = shlex.split(mistake.arguments)
     given = [str(script if script.exists() else ROOT / "train.py")]
-    given += own_config(words)
+    given += [] if "--config" in words else ["--config", "run.toml"]
     command = ["tests/support/in_folder.py", str(folder)]
     environment = {**NO_GPU, **IMPORTS_ROOT}
     if not mistake.environment:
@@ -81,11 +81,6 @@ def start(folder: Path, mistake: Typical, found: dict[str, str]) -> list[Program
             Program(*command, *given, *words, *shlex.split(mistake.second * rank), environment=own)
         )
     return started
-
-
-def own_config(words: list[str]) -> list[str]:
-    """The tiny run's, where the mistake names no other."""
-    return [] if {"--config", "--run"} & {*words} else ["--config", "run.toml"]
 
 
 def write_files(folder: Path, mistake: Typical) -> None:
@@ -131,7 +126,7 @@ def test_the_first_line_of_one_process_names_the_key_and_the_fix(
     monkeypatch.chdir(tmp_path)
     words = shlex.split(mistake.arguments)
     with pytest.raises(SystemExit):
-        load_config([*words, *own_config(words)], world_size=2)
+        load_config([*words, *([] if "--config" in words else ["--config", "run.toml"])], world_size=2)
     line = first_line(capsys.readouterr().err, is_running=False)
     assert mistake.key in line
     assert mistake.fix in line

@@ -31,6 +31,13 @@ class Typical:
 
 ONE_TEXT = {"corpus.txt": "Nobody reads this text, and that is as it should be. " * 400}
 
+GROUPS = """
+precision.param_dtype = "float32"
+data = {seq_len = 32, max_bytes = 20000}
+train = {steps = 2, global_batch_size = 4, micro_batch_size = 1}
+optim.groups = [{params = ["embedding.*"], lr = 1e-4}]
+"""
+
 KEYS = {
     # Names of other tools.
     "top_k": Typical("--model.top_k 2", "model.top_k", "model.num_experts_per_tok"),
@@ -127,9 +134,7 @@ PATHS = {
         {"a.bin": b"\x00\x01" * 5001},
     ),
     "a group that matches nothing": Typical(
-        "--config own.toml", "optim.groups[0].params", "did you mean '*embed_tokens*'?",
-        {"own.toml": '[data]\nseq_len = 32\nmax_bytes = 20000\n[[optim.groups]]\nparams = ["embedding.*"]\n'
-                     'lr = 1e-4\n'},
+        "--config own.toml", "optim.groups[0].params", "did you mean '*embed_tokens*'?", {"own.toml": GROUPS}
     ),
     "a slip in the file's name": Typical("--config run.tml", "--config", "run.toml"),
     "a slip in the name of the data": Typical(
@@ -186,7 +191,6 @@ AT_FIRST_USE = {
         "--config own.toml", "train.steps", "write 100, without quotes",
         {"own.toml": '[train]\nsteps = "100"\n'},
     ),
-    "a run that is not there": Typical("--run run.tom", "--run", "did you mean run.toml?"),
     "experts that ep does not divide": Typical(
         "--model.num_experts 7 --mesh.ep 2", "mesh.ep", "choose one of 1, or another model.num_experts"
     ),
