@@ -252,9 +252,7 @@ def test_commands_are_understood(
 
 def trains(command: Command) -> bool:
     """Whether it starts train.py on the quick start's configuration, and not only to look at it."""
-    if command.words[:2] == ("fsdmoe", "check"):
-        return False
-    looks = {"--dry-run", "--print-config", "--help", "--evaluate-only"} & set(command.words)
+    looks = {"--check-only", "--dry-run", "--print-config", "--help", "--evaluate-only"} & set(command.words)
     return command.program[:1] == ("train.py",) and "configs/quickstart.toml" in command.words and not looks
 
 
