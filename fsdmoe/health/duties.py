@@ -103,8 +103,8 @@ class StepTimeDuty(StepDuty):
         if rank is not None and self._slow == [rank] * _LOOKS:
             found = everyones[rank]
             self._tell(
-                f"slow: the others wait {found.seconds * 1e3:.0f} of {seconds * 1e3:.0f} ms a step for "
-                f"{self._places[rank]}, most in {found.where}"
+                f"slow: the others wait at least {found.seconds * 1e3:.0f} of {seconds * 1e3:.0f} ms a step "
+                f"for {self._places[rank]}, most in {found.where}"
             )
 
 

@@ -13,7 +13,6 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ _LAST = 1024
 _OF_A_STEP = ("mesh_", "default_pg")
 """How the descriptions of groups begin that a step uses; saves in the background have others."""
 _GROUP_WORDS = {"default_pg": "all ranks", "undefined": "a group of its own"}
-_LATE_SHARE = 0.1
+_LATE_SHARE = 0.05
 """Of a step: a rank that keeps the others waiting for longer is slow."""
 
 
@@ -107,7 +106,8 @@ class Lateness:
 
 
 def lateness(found: Sequence[Mapping[str, Any]], ends: Sequence[int]) -> Lateness:
-    """Of this rank in a typical step (the median of those on record). Collective.
+    """Of this rank, in three of four steps on record or more: a rank that is slow is late in nearly all of
+    them, one that was held up is in some. Collective.
 
     On a host, a rank is late by when it came, by the clocks of the hosts. A GPU runs behind its host: there,
     the rank that others wait for is the one whose collectives take the shortest, which
@@ -118,6 +118,7 @@ def lateness(found: Sequence[Mapping[str, Any]], ends: Sequence[int]) -> Latenes
         ends: When steps ended, in nanoseconds since 1970.
     """
     late: dict[int, dict[str, float]] = {}
+    origin = min(from_all_ranks(ends[-1]))  # the same on all ranks: only small numbers are summed exactly
     for name, mine in _common_groups(found).items():
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         size = dist.get_world_size(group)
@@ -125,10 +126,10 @@ def lateness(found: Sequence[Mapping[str, Any]], ends: Sequence[int]) -> Latenes
         recent = [entry for entry in mine if last - entry["collective_seq_id"] < _LAST]
         times = torch.zeros(2, _LAST, dtype=torch.float64)
         for entry in recent:
-            times[:, last - entry["collective_seq_id"]] = torch.tensor([1.0, _moment(entry, ends[-1])])
+            times[:, last - entry["collective_seq_id"]] = torch.tensor([1.0, _moment(entry, origin)])
         total = times.clone()
         dist.all_reduce(total, group=group)
-        behind = times[1] - total[1] / size
+        behind = times[1] - (total[1] - times[1]) / (size - 1)  # the mean of the others
         behind[total[0] < size] = 0.0  # not on every rank's record
         for entry in recent:
             step = bisect(ends, entry["time_created_ns"])
@@ -140,7 +141,8 @@ def lateness(found: Sequence[Mapping[str, Any]], ends: Sequence[int]) -> Latenes
         return Lateness(0.0, "")
     names = {name for each in whole for name in each}
     where = max(names, key=lambda name: sum(each.get(name, 0.0) for each in whole))
-    return Lateness(median(sum(each.values()) for each in whole), where)
+    ordered = sorted(sum(each.values()) for each in whole)
+    return Lateness(ordered[len(ordered) // 4], where)
 
 
 def _common_groups(found: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -166,7 +168,7 @@ def _moment(entry: Mapping[str, Any], origin: int) -> float:
 
 
 def slow_rank(found: Sequence[Lateness], step_seconds: float) -> int | None:
-    """The rank that the others wait for, if it is for more than a tenth of a step."""
+    """The rank that the others wait for, if it is for more than a twentieth of a step."""
     rank = max(range(len(found)), key=lambda r: found[r].seconds)
     return rank if found[rank].seconds > _LATE_SHARE * step_seconds else None
 
