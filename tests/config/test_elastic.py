@@ -6,7 +6,7 @@ import pytest
 
 from fsdmoe.axes import MeshConfig
 from fsdmoe.config import Config, build_config
-from fsdmoe.launch.ranks import launch, problems_of_fewer
+from fsdmoe.launch.ranks import problems_of_fewer
 from tests.support.tiny_run import TINY
 
 
@@ -48,11 +48,3 @@ def test_numbers_of_hosts_that_a_run_could_not_go_on_with_are_named() -> None:
     assert problems_of_fewer(config, (1, 2), 1) == []
     (line,) = problems_of_fewer(config, (1, 2, 3), 1)
     assert line.startswith("--nnodes: with 3 hosts of 1 ranks: ")
-
-
-def test_a_fixed_mesh_that_fewer_hosts_cannot_have_is_refused_before_ranks_start(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["--config", "configs/quickstart.toml", "--mesh.ep", "2", "--nproc-per-node", "1"]
-    assert launch(["--nnodes", "1:2", *words]) == 2
-    assert "set mesh.elastic = true" in capsys.readouterr().err

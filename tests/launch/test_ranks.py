@@ -143,3 +143,11 @@ def test_two_ranks_are_started_and_train(tmp_path: Path) -> None:
     assert done.wait() == 0, done.stderr
     assert done.stderr.startswith("fsdmoe: a run on 2 ranks, by configs/quickstart.toml; loading torch\n")
     assert "2 x CPU" in done.stdout + done.stderr
+
+
+def test_a_fixed_mesh_that_fewer_hosts_cannot_have_is_refused_before_ranks_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--config", "configs/quickstart.toml", "--mesh.ep", "2", "--nproc-per-node", "1"]
+    assert ranks.launch(["--nnodes", "1:2", *words]) == 2
+    assert "set mesh.elastic = true" in capsys.readouterr().err
