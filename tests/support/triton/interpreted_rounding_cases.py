@@ -58,7 +58,7 @@ def test_scales_that_bf16_cannot_hold_are_left_to_plain_torch() -> None:
     assert not supports_scaling(Scaling(E4M3, (32, None), "power_of_two"))
 
 
-def test_rounding_by_chance_is_on_average_what_plain_torch_draws() -> None:
+def test_stochastic_rounding_is_on_average_what_plain_torch_draws() -> None:
     scaling = Scaling(E2M1, (1, 16), "two_level", stochastic=True)
     x = draw(32, 64)
     torch.manual_seed(0)
