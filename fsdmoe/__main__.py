@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 
+import fsdmoe
 from fsdmoe.launch.ranks import launch, run_rank
 from fsdmoe.rules import nearest
 
@@ -30,6 +31,10 @@ def main() -> int:
             options = "[--nproc-per-node N] [--config FILE.toml] ... (fsdmoe train --help)"
             print(f"usage: fsdmoe train|check {options}")
             print(f"       fsdmoe {'|'.join(_PACKAGES)} ... (fsdmoe plan --help)")
+            print("       fsdmoe --version")
+            return 0
+        case ["--version"]:
+            print(f"fsdmoe {fsdmoe.__version__}")
             return 0
         case [word, *_]:
             found = nearest(word, ("train", "check", *_PACKAGES))

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import fsdmoe
 from fsdmoe.__main__ import main as command
 from fsdmoe.config.command_line import CHECKED
 from fsdmoe.launch import ranks
@@ -134,6 +135,12 @@ def test_commands_of_packages_are_run_and_others_are_answered_with_them(
         monkeypatch.setattr("sys.argv", ["fsdmoe", *words])
         assert command() == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["fsdmoe", "--version"])
+    assert command() == 0
+    assert capsys.readouterr().out == f"fsdmoe {fsdmoe.__version__}\n"
 
 
 @pytest.mark.full
