@@ -62,7 +62,8 @@ def config_of(folder: str, *, is_tiny: bool) -> Config:
 @contextmanager
 def turn_of(name: str, run: Run, folder: Path) -> Iterator[None]:
     """What is on in a turn, and off after it."""
-    duties, cores = list(run.duties), os.sched_getaffinity(0)
+    duties = list(run.duties)
+    cores = os.sched_getaffinity(0)
     health: Health | None = None
     garbage: GarbageDuty | None = None
     if name == "watched":

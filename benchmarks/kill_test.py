@@ -271,7 +271,8 @@ def run_kills(folder: Path, kills: list[Kill], num_ranks: int, say: Any = print)
     newest, damaged = (done[-1]["newest"], done[-1]["damaged"]) if done else (0, [])
     for number, kill in enumerate(kills[len(done) :], len(done)):
         line = _end_one_life(folder / "lives", kill, num_ranks, newest, damaged)
-        newest, damaged = line["newest"], line["damaged"]
+        newest = line["newest"]
+        damaged = line["damaged"]
         done.append(line)
         _note(report, line)
         say(f"{number + 1:4d}. {kill!s:40s} at step {line['reached']:5d}; newest whole one: {newest}")
@@ -287,7 +288,8 @@ def run_kills(folder: Path, kills: list[Kill], num_ranks: int, say: Any = print)
 
 def _end_one_life(lives: Path, kill: Kill, num_ranks: int, newest: int, damaged: list[str]) -> dict[str, Any]:
     """One life from its start to what it leaves; a line of the report."""
-    root, before = lives / "checkpoints", len(_journal(lives))
+    root = lives / "checkpoints"
+    before = len(_journal(lives))
     with contextlib.suppress(RankFailure):
         run_ranks(live, num_ranks, str(lives), kill, 10**9, timeout=600, fresh=True)
         raise AssertionError(f"{kill}: the run was not killed")

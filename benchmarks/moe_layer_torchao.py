@@ -84,5 +84,6 @@ class TorchaoLayer(nn.Module):
         scores_TE = (x_TD @ self.router.t()).float().softmax(-1)
         weights_TK, ids_TK = scores_TE.topk(self.top_k, -1)
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        rows, weights = Rows(x_TD, weights_TK, ids_TK), ExpertWeights(self.gate_up, self.down)
+        rows = Rows(x_TD, weights_TK, ids_TK)
+        weights = ExpertWeights(self.gate_up, self.down)
         return self.experts(rows, weights, self.policy, None, NO_UPDATES).view_as(x_BSD)

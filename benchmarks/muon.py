@@ -159,10 +159,12 @@ def show_steps(config: ModelConfig, args: argparse.Namespace) -> None:
     model = parallelize(build_model(config), meshes, policy)
     tokens_BS = torch.randint(config.vocab_size, (args.batch, args.length), device=DEVICE)
     settings = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    adamw, muon = AdamW(model, **settings), Muon(model, **settings)  # type: ignore[arg-type]
+    adamw = AdamW(model, **settings)  # type: ignore[arg-type]
+    muon = Muon(model, **settings)  # type: ignore[arg-type]
     wait(DEVICE)
     show(f"built in {time.perf_counter() - began:.0f} s")
-    state, other = muon.moment_bytes.device, adamw.moment_bytes.device
+    state = muon.moment_bytes.device
+    other = adamw.moment_bytes.device
     plan = muon.exchange()
     sent = 2 * (sum(plan.parts_to) + sum(plan.results_to))
     show(f"state: {state / 2**20:,.1f} MiB, {state / other:.3f} of AdamW's")

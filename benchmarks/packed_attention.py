@@ -161,7 +161,8 @@ def largest_error(
 
 def measure(shape: Shape, mean: int) -> None:
     lengths = drawn_lengths(shape, mean)
-    block, scale = block_of(lengths), shape.width**-0.5
+    block = block_of(lengths)
+    scale = shape.width ** (-0.5)
     tensors = draw(shape, sum(lengths))
     ways: dict[str, Callable[[], Timed]] = {
         "ragged": lambda: by_kernel("ragged", tensors, block, scale),

@@ -63,7 +63,8 @@ def group_rates(meshes: Meshes) -> Iterator[tuple[Axis, list[int], float, float]
     for axis in Axis:
         if meshes.size(axis) == 1:
             continue
-        group, size = meshes.group(axis), meshes.size(axis)
+        group = meshes.group(axis)
+        size = meshes.size(axis)
         small = torch.zeros(1, device=device)
         latency = _best_seconds(partial(dist.all_reduce, small, group=group), device)
         own = torch.empty(_BYTES[device.type] // size, dtype=torch.uint8, device=device)
@@ -81,7 +82,8 @@ def link_rate(meshes: Meshes) -> float:
     for rank in range(world):
         first.setdefault(meshes.node_of(rank), rank)
     ring = sorted(range(world), key=lambda rank: (rank - first[meshes.node_of(rank)], rank))
-    at, device = ring.index(dist.get_rank()), meshes.device
+    at = ring.index(dist.get_rank())
+    device = meshes.device
     data = torch.empty(_BYTES[device.type], dtype=torch.uint8, device=device)
     best = 0.0
     for shift in (0, 1):

@@ -334,7 +334,8 @@ def _prune(options: argparse.Namespace, console: Console) -> int:
 
 
 def _diff(options: argparse.Namespace, console: Console) -> int:
-    first, second = open_newest(options.path), open_newest(options.second)
+    first = open_newest(options.path)
+    second = open_newest(options.second)
     found, num_equal = differences(first, second)
     shown = [(each.name, each.text) for each in found[: options.most]]
     if shown:

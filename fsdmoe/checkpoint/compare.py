@@ -23,17 +23,20 @@ def differences(first: RegionReader, second: RegionReader) -> tuple[list[Differe
     each at a time."""
     found: list[Difference] = []
     num_equal = 0
-    tensors, others = first.index.tensors, second.index.tensors
+    tensors = first.index.tensors
+    others = second.index.tensors
     for name in sorted({*tensors, *others}):
         if name not in tensors or name not in others:
             where = second.name if name not in tensors else first.name
             found.append(Difference(name, f"only in {where}"))
             continue
-        one, two = tensors[name], others[name]
+        one = tensors[name]
+        two = others[name]
         if tuple(one.shape) != tuple(two.shape):
             found.append(Difference(name, f"shape {list(one.shape)} against {list(two.shape)}"))
             continue
-        a, b = first.read_tensor(name), second.read_tensor(name)
+        a = first.read_tensor(name)
+        b = second.read_tensor(name)
         if (one.dtype == two.dtype and torch.equal(a, b)) or not a.numel():
             num_equal += 1
             continue

@@ -49,7 +49,7 @@ def ragged_forward(
     plan = _plan(_RaggedShape.of(q, k, v, block, scale), q.device)
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    plan.forward({"q": q, "k": k, "v": v, "out": out, "lse": lse}, block.query_ends)
+    plan.run("forward", {"q": q, "k": k, "v": v, "out": out, "lse": lse}, block.query_ends)
     return out, lse
 
 
@@ -66,7 +66,7 @@ def ragged_backward(
     plan = _plan(_RaggedShape.of(q, k, v, block, scale), q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     given = {"grad": grad_THE.contiguous(), "out": out_THE.contiguous(), "lse": lse_TH.contiguous()}
-    plan.backward({"q": q, "k": k, "v": v, **given, "dq": dq, "dk": dk, "dv": dv}, block.query_ends)
+    plan.run("backward", {"q": q, "k": k, "v": v, **given, "dq": dq, "dk": dk, "dv": dv}, block.query_ends)
     return dq, dk, dv
 
 
@@ -147,13 +147,7 @@ class _RaggedPlan:
         self._strides = torch.tensor(strides, dtype=torch.int32, device=device)[:, None]
         self._graphs: dict[str, Any] = {}
 
-    def forward(self, tensors: dict[str, Tensor], ends: Tensor) -> None:
-        self._run("forward", tensors, ends)
-
-    def backward(self, tensors: dict[str, Tensor], ends: Tensor) -> None:
-        self._run("backward", tensors, ends)
-
-    def _run(self, direction: str, tensors: dict[str, Tensor], ends: Tensor) -> None:
+    def run(self, direction: str, tensors: dict[str, Tensor], ends: Tensor) -> None:
         import cudnn
 
         handle = _handle(ends.device)

@@ -68,7 +68,8 @@ class ClonedExperts(RoutedExperts):
         """After the rows, which are needed first. All chunks of a layer share what was ``sent`` once."""
         assert isinstance(plan, CloningPlan)
         if plan.clones is not None and sent is None:
-            link, keep = self.dispatcher.links.ep, self.dispatcher.policy.keep
+            link = self.dispatcher.links.ep
+            keep = self.dispatcher.policy.keep
             sent = CloneWeights(link, plan.clones, self._experts.own_weights(), keep=keep)
         plan.weights = sent
         return sent

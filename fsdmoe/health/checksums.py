@@ -63,7 +63,8 @@ class Checksums:
         own = torch.stack(
             [torch.hash_tensor(v.detach()).view(torch.int64) if v.numel() else empty for v in values.values()]
         ).to(self._meshes.device)
-        group, size = self._meshes.group(axis), self._meshes.size(axis)
+        group = self._meshes.group(axis)
+        size = self._meshes.size(axis)
         everyones = own.new_empty(size * own.numel())
         compat.all_gather(everyones, own, group)
         found = everyones.view(size, -1).tolist()

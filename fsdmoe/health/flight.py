@@ -61,7 +61,8 @@ def _ranks_of(group: str) -> list[int]:
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    name, description = entry["profiling_name"].rpartition(":")[2], entry["process_group"][1]
+    name = entry["profiling_name"].rpartition(":")[2]
+    description = entry["process_group"][1]
     return f"{name} over {_GROUP_WORDS.get(description, description.removeprefix('mesh_'))}"
 
 

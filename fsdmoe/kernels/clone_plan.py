@@ -87,7 +87,8 @@ def _overlaps(rows_E: Tensor, num_ranks: int, least_rows: int) -> Tensor:
 
 def _larger_before(values: Tensor) -> Tensor:
     """For each number of the last dim the sum of those that are larger, or equal and come before it."""
-    mine, other = values.unsqueeze(-1), values.unsqueeze(-2)
+    mine = values.unsqueeze(-1)
+    other = values.unsqueeze(-2)
     before = torch.ones(other.shape[-1], other.shape[-1], dtype=torch.bool, device=values.device).tril(-1)
     return torch.where((other > mine) | ((other == mine) & before), other, 0).sum(-1)
 

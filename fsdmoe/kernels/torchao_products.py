@@ -128,7 +128,8 @@ def _mxfp8(is_emulated: bool) -> tuple[Linear, Grouped]:
     preference = KernelPreference.EMULATED if is_emulated else KernelPreference.AUTO
     rows = mx.MXFP8Dim0CastKernelChoice.TORCH if is_emulated else mx.MXFP8Dim0CastKernelChoice.TRITON
     columns = mx.MXFP8Dim1CastKernelChoice.TORCH if is_emulated else mx.MXFP8Dim1CastKernelChoice.CUDA
-    element, scales = torch.float8_e4m3fn, mx.ScaleCalculationMode.RCEIL
+    element = torch.float8_e4m3fn
+    scales = mx.ScaleCalculationMode.RCEIL
 
     def linear(x: Tensor, weight_NK: Tensor) -> Tensor:
         formats = (element, element, element, 32)

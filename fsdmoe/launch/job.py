@@ -74,7 +74,8 @@ def require_mesh(job: ClusterJob, config: Config) -> None:
 
 def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str) -> list[str]:
     """What exchanges activations beyond the NVLink of a node, with its predicted price."""
-    mesh, per_node = command.config.mesh, job.ranks_per_node
+    mesh = command.config.mesh
+    per_node = job.ranks_per_node
     ranks = {"mesh.ep": mesh.ep * mesh.etp, "mesh.tp": mesh.tp * mesh.cp}
     if not job.has_gpus or max(ranks.values()) <= per_node:
         return []
@@ -84,7 +85,8 @@ def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str) -> list[
 
     gpu = gpu_named(gpu_name)
     domain = gpu.domain if gpu.domain > _NODE else per_node
-    setting, planned = Setting.of(command.config, command.world_size), Job.of(command.config)
+    setting = Setting.of(command.config, command.world_size)
+    planned = Job.of(command.config)
     lines = []
     for key, size in ranks.items():
         if size > domain:

@@ -60,7 +60,8 @@ def lives_of(found: Sequence[Mapping[str, Any]]) -> list[Life]:
     """The starts of a run, from its events in order."""
     lives: list[Life] = []
     for row in found:
-        kind, at = row["event"], float(row["time"])
+        kind = row["event"]
+        at = float(row["time"])
         if kind in ("start", "restart"):
             lives.append(Life(at, row.get("step", 0), ended=at, last_step=row.get("step", 0)))
         if not lives:
@@ -113,7 +114,8 @@ def goodput(spans: Sequence[TimeSpan]) -> float:
 
 def drawing(spans: Sequence[TimeSpan]) -> str:
     """One line of signs; each is the kind that has most of its part of the time."""
-    begin, end = spans[0].begin, spans[-1].end
+    begin = spans[0].begin
+    end = spans[-1].end
     signs = []
     for place in range(_WIDTH):
         low = begin + (end - begin) * place / _WIDTH

@@ -78,7 +78,8 @@ class WeightAverage:
         self._guard = ReadGuard()
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._averaged: list[_Averaged] = []
-        dtype, is_rounded = torch_dtype(config.dtype), config.dtype == "bfloat16"
+        dtype = torch_dtype(config.dtype)
+        is_rounded = config.dtype == "bfloat16"
         for group in engine.groups:
             main = group.weights.main
             for plan, param in zip(group.plan.params, group.params, strict=True):
@@ -110,7 +111,8 @@ class WeightAverage:
         weight = 1 - self.config.decay**self.config.every
         for each in self._averaged:
             each.group.weights.guard.wait()  # moments in host memory are stepped on another stream
-            main, step = each.main, torch.tensor(self._steps, device=each.main.device)
+            main = each.main
+            step = torch.tensor(self._steps, device=main.device)
             for start in range(0, main.numel(), CHUNK):
                 part = slice(start, start + CHUNK)
                 place = None if each.place is None else each.place.after(start)

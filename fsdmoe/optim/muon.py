@@ -230,7 +230,8 @@ class _Step:
     def _put_ahead(self, copy: RangeCopy, flat: torch.Tensor) -> None:
         """Write what is to be orthogonalised, of a range of a parameter, to its place."""
         part = slice(copy.offset, copy.offset + copy.numel)
-        momentum, grad = self._params[copy.param].momentum[part], self._grads[copy.param][part]
+        momentum = self._params[copy.param].momentum[part]
+        grad = self._grads[copy.param][part]
         out = flat[copy.place : copy.place + copy.numel]
         fused = triton_for(grad)
         if not self._config.nesterov:

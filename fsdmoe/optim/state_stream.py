@@ -54,7 +54,8 @@ class MomentChunk(NamedTuple):
     @property
     def home(self) -> list[Moment]:
         """Its moments in host memory."""
-        first, second = self.update_range.exp_avg, self.update_range.exp_avg_sq
+        first = self.update_range.exp_avg
+        second = self.update_range.exp_avg_sq
         assert not isinstance(first, TorchaoMoment)  # refused with moments in host memory
         assert not isinstance(second, TorchaoMoment)
         return [first[self.part], second[self.part]]

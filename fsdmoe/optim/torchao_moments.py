@@ -60,7 +60,8 @@ def _zeros(kept: str, numel: int, device: torch.device, signed: bool) -> torch.T
         raise ImportError(
             f"optim.moment_dtype: {kept} needs torchao: pip install 'fsdmoe[torchao]'"
         ) from error
-    shape, block = (numel,), TORCHAO_BLOCKS[kept]
+    shape = (numel,)
+    block = TORCHAO_BLOCKS[kept]
     if kept == "torchao_float8":
         return OptimStateFp8.zeros(shape, block, device, dtype=torch.float32)
     made = OptimState4bit if kept == "torchao_4bit" else OptimState8bit

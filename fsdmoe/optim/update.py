@@ -72,7 +72,8 @@ def rounds_weights(moments: GroupMoments) -> bool:
 
 def _update_fused(piece: UpdateRange, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:
     """One launch for everything, where it can run; whether it did."""
-    exp_avg, exp_avg_sq = piece.exp_avg, piece.exp_avg_sq
+    exp_avg = piece.exp_avg
+    exp_avg_sq = piece.exp_avg_sq
     if isinstance(exp_avg, TorchaoMoment) or isinstance(exp_avg_sq, TorchaoMoment):
         return False
     fused = triton_for(piece.main)

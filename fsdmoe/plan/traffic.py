@@ -130,7 +130,8 @@ def expert_legs(job: Job, setting: Setting, domain: int = 8) -> ExpertLegs:
 def expert_seconds(job: Job, setting: Setting, gpu: Gpu) -> ExpertLegs:
     """What rows of one MoE layer take on each of their four ways, in one piece: as long as those of the
     busiest rank."""
-    d, name = setting.degrees, setting.experts.dispatcher
+    d = setting.degrees
+    name = setting.experts.dispatcher
     skew = job.loads.skew(d.ep).time
     legs = ExpertLegs(*(skew * each for each in expert_legs(job, setting, gpu.domain)))
     if name != "by_node":

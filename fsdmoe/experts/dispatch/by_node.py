@@ -50,7 +50,8 @@ class NodeDispatcher(AllToAllDispatcher):
 
     def describe(self) -> str:
         """How rows will move, for the start-up report."""
-        nodes, ranks = self._between.links.ep.size, self._inside.links.ep.size
+        nodes = self._between.links.ep.size
+        ranks = self._inside.links.ep.size
         return f"a row goes to each of {nodes} nodes once, which hand it on to their {ranks} ranks"
 
     def _counted(self, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +64,8 @@ class NodeDispatcher(AllToAllDispatcher):
         return _ByNode(rows, counted, self._between.num_local_experts)
 
     def _plan_of(self, table: list[list[list[int]]]) -> NodePlan:
-        between, inside = self._between.links.ep, self._inside.links.ep
+        between = self._between.links.ep
+        inside = self._inside.links.ep
         by_rank = [[counts[between.size :] for counts in members] for members in table]
         flat = super()._plan_of(by_rank)
         # Of the senders that share this rank's part of ETP: counts by node, then by rank.

@@ -98,7 +98,8 @@ class _CloneTransit:
 
     def send(self) -> list[Pending]:
         """Each weight in one exchange, so that what arrives needs no copy."""
-        sent, received = self.clones.sent, self.clones.received
+        sent = self.clones.sent
+        received = self.clones.received
         return [self.link.exchange(self._picked(each), sent, received, "clones") for each in self.own]
 
     def _picked(self, weight: Tensor) -> Tensor:
@@ -108,7 +109,8 @@ class _CloneTransit:
         return torch.stack([weight[expert] for expert in experts]) if experts else weight[:0]
 
     def send_home(self, gradients: Sequence[Tensor | None]) -> None:
-        sent, received = self.clones.sent, self.clones.received
+        sent = self.clones.sent
+        received = self.clones.received
         taken = [sink.take(given) for sink, given in zip(self.grads, gradients, strict=True)]
         self.homebound = [self.link.exchange(each, received, sent, "clones.backward") for each in taken]
 

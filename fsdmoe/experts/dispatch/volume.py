@@ -52,7 +52,8 @@ class ExpertLayout:
 
     def _chance_of_one_in(self, blocks: int) -> float:
         """That a token needs a given one of so many equal blocks of experts."""
-        groups, chosen = self.groups, self.groups_per_token
+        groups = self.groups
+        chosen = self.groups_per_token
         if groups % blocks and blocks % groups:
             groups = chosen = 1
         in_group = self.num_experts // groups
