@@ -70,6 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "Qwen3-30B-A3B").symlink_to(folder / "tutorial/model")
     (folder / "tokenizer.json").symlink_to(folder / "tutorial/model/tokenizer.json")
     (folder / "runs").mkdir()
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/activate").touch()  # of the environment that runs this test, which is active
     with contextlib.chdir(folder):  # what the tutorial, the first page with files, has the reader write
         write_files(folder, ROOT / "docs/finetune.md")
         exec(written_rows(), {})

@@ -16,7 +16,8 @@ def newton_schulz(x_NRC: torch.Tensor, coefficients: Sequence[float], steps: int
     """Iterate ``X = a X + (b X Xᵀ + c (X Xᵀ)²) X`` from ``X / ‖X‖``, in the dtype of ``x_NRC``.
 
     Of the two products that are symmetric a kernel, where there is one, computes one triangle. ``a`` is added
-    to the diagonal of the second: adding ``a X`` to the third product would copy X first.
+    to the diagonal of the second: adding ``a X`` to the third product would copy X first. ``‖X‖²`` is the
+    trace of the first product, and its scale goes into the two small products: X is not read for it.
 
     Args:
         x_NRC: Matrices of one shape.
@@ -25,12 +26,17 @@ def newton_schulz(x_NRC: torch.Tensor, coefficients: Sequence[float], steps: int
     """
     a, b, c = coefficients
     is_tall = x_NRC.shape[1] > x_NRC.shape[2]  # the short side squared is the smaller product
-    norm_N = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x = x_NRC / norm_N.clamp_min(_EPS).to(x_NRC.dtype)
+    x = x_NRC
     product = symmetric_product_of(x)
-    for _ in range(steps):
+    for number in range(steps):
         gram = product(x, is_tall=is_tall)
+        if number == 0:
+            norm = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).sqrt().clamp_min(_EPS)
+            scale_N = norm.reciprocal().view(-1, 1, 1)
+            gram.mul_(scale_N.square())
         factor = product(gram, alpha=c, added=gram, beta=b, diagonal=a)
+        if number == 0:
+            factor.mul_(scale_N)
         x = torch.bmm(x, factor) if is_tall else torch.bmm(factor, x)
     return x
 

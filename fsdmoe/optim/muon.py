@@ -2,12 +2,14 @@
 
 One step::
 
-    momentum       of every shard, where it lies
     parts          of cut matrices start on their way, packed: one exchange over all ranks
     whole ones     Newton–Schulz, batches of one shape, meanwhile
     cut ones       Newton–Schulz at their owners, when the parts have come
     results        back to whoever holds a part: one exchange
     AdamW          of embeddings, heads, norms, routers and biases
+
+Momentum follows the gradient in the pass that reads it for Newton–Schulz, and the pass that steps the main
+weights writes those in compute precision too.
 """
 
 from __future__ import annotations
@@ -68,6 +70,12 @@ class MuonParam:
     @property
     def main(self) -> torch.Tensor:
         return self._of(self.group.weights.main)
+
+    @property
+    def cast(self) -> torch.Tensor | None:
+        """The weights in compute precision, where they are other tensors."""
+        cast = self.group.weights.cast
+        return None if cast is None else self._of(cast)
 
     @property
     def grad(self) -> torch.Tensor:
@@ -139,7 +147,8 @@ class Muon(AdamW):
                 matrices = FlatMatrices.of(group.plan, index, self._head_rows.get(param.sharded, 0))
                 found = MuonParam(group, index, settings[param.sharded], matrices, buffer)
                 self._matrices.append(found)
-                self._mixed.add(group)
+                if group.weights.scales is not None:
+                    self._mixed.add(group)
                 self.state[param.sharded] = {
                     "step": moments.step[index], STATE: param.sharded.with_piece(buffer)  # type: ignore[attr-defined]
                 }  # fmt: skip
@@ -186,6 +195,7 @@ class _Step:
         self._config, self._params, self._plan = config, params, plan
         self._found_inf = found_inf
         self._mains = [param.main for param in params]
+        self._casts = [param.cast for param in params]
         self._grads = [self._clean(param.grad) for param in params]
         self._group = engine.meshes.group(Axis.WORLD)
         self._travels = world_size(engine.meshes) > 1
@@ -194,7 +204,8 @@ class _Step:
 
     def run(self) -> None:
         plan = self._plan
-        self._follow_gradients()
+        for copy in plan.elsewhere:
+            self._follow(copy)
         outgoing = self._like.new_empty(sum(plan.parts_to))
         for copy in plan.parts:
             self._put_ahead(copy, outgoing)
@@ -216,30 +227,35 @@ class _Step:
         """Zeros for a gradient that is not to be stepped with."""
         return grad if self._found_inf is None else grad.masked_fill(self._found_inf.bool(), 0)
 
-    def _follow_gradients(self) -> None:
+    def _follow(self, copy: RangeCopy) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let momentum follow the gradient in a range of a parameter; both."""
         weight: float | torch.Tensor = 1 - self._config.momentum
         if self._found_inf is not None:
             weight = weight * (1 - self._found_inf)
-        for param, grad in zip(self._params, self._grads, strict=True):
-            momentum = param.momentum
-            if momentum.dtype == grad.dtype == torch.float32:
-                momentum.lerp_(grad, weight)
-            else:
-                momentum.copy_(momentum.float().lerp_(grad.float(), weight))
+        momentum, grad = self._momentum_and_grad(copy)
+        if momentum.dtype == grad.dtype == torch.float32:
+            momentum.lerp_(grad, weight)
+        else:
+            momentum.copy_(momentum.float().lerp_(grad.float(), weight))
+        return momentum, grad
+
+    def _momentum_and_grad(self, copy: RangeCopy) -> tuple[torch.Tensor, torch.Tensor]:
+        part = slice(copy.offset, copy.offset + copy.numel)
+        return self._params[copy.param].momentum[part], self._grads[copy.param][part]
 
     def _put_ahead(self, copy: RangeCopy, flat: torch.Tensor) -> None:
-        """Write what is to be orthogonalised, of a range of a parameter, to its place."""
-        part = slice(copy.offset, copy.offset + copy.numel)
-        momentum = self._params[copy.param].momentum[part]
-        grad = self._grads[copy.param][part]
+        """Let momentum follow the gradient in a range of a parameter, and write what is to be orthogonalised
+        to its place."""
         out = flat[copy.place : copy.place + copy.numel]
-        fused = triton_for(grad)
-        if not self._config.nesterov:
-            out.copy_(momentum)
-        elif fused is not None and grad.device == out.device:
-            fused.look_ahead_triton(grad, momentum, out, self._config.momentum)
-        else:
+        fused = triton_for(self._grads[copy.param])
+        if fused is not None and self._config.nesterov and self._found_inf is None:
+            fused.look_ahead_triton(*self._momentum_and_grad(copy), out, self._config.momentum)
+            return
+        momentum, grad = self._follow(copy)
+        if self._config.nesterov:
             out.copy_(grad.float().lerp(momentum.float(), self._config.momentum))
+        else:
+            out.copy_(momentum)
 
     def _start(
         self, outgoing: torch.Tensor, counts_from: list[int], counts_to: list[int]
@@ -275,17 +291,22 @@ class _Step:
         param = self._params[copy.param]
         rate = param.settings["lr"] * self._config.factor(*param.matrices.form.shape)
         decay = param.settings["lr"] * param.settings["weight_decay"]
-        main = self._mains[copy.param][copy.offset : copy.offset + copy.numel]
+        part = slice(copy.offset, copy.offset + copy.numel)
+        main = self._mains[copy.param][part]
+        whole = self._casts[copy.param]
+        cast = None if whole is None else whole[part]
         update = orthogonal[copy.place : copy.place + copy.numel].to(main.device)
         fused = triton_for(main)
         if fused is not None and self._found_inf is None:
-            fused.apply_update_triton(main, update, 1 - decay, rate)
+            fused.apply_update_triton(main, update, cast, 1 - decay, rate)
             return
         if self._found_inf is not None:
             update = update * (1 - self._found_inf)
         if decay:
             main.mul_(1 - (decay if self._found_inf is None else decay * (1 - self._found_inf)))
         main.add_(update, alpha=-rate)
+        if cast is not None:
+            cast.copy_(main)
 
 
 def _chooser(engine: Engine) -> Any:

@@ -37,9 +37,10 @@ def build(degrees: dict[str, int], precision: PrecisionConfig = FP32, **fsdp: An
     return parallelize(build_model(MODEL), build_meshes(**degrees), policy)
 
 
-def backward(model: Any) -> torch.Tensor:
-    """Of a fixed row; its loss."""
-    rows = torch.zeros(1, 4, dtype=torch.int64, device=engine_of(model).meshes.device)
+def backward(model: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Of a fixed row, unless others are given; its loss."""
+    device = engine_of(model).meshes.device
+    rows = torch.zeros(1, 4, dtype=torch.int64, device=device) if rows is None else rows.to(device)
     counts = StepCounts.from_vector(model.count_tokens(rows, torch.ones_like(rows, dtype=torch.bool), None))
     loss: torch.Tensor = model(rows, labels_BS=rows, counts=counts).loss
     loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 pytest.importorskip("torchao")
+
+from triton.runtime.autotuner import Autotuner
 
 from fsdmoe.kernels.backend import has_fp8_products
 from fsdmoe.kernels.expert_mlp import experts_mlp
@@ -57,6 +60,17 @@ def test_a_linear_layer_is_as_far_from_fp64_as_ours(name: RecipeName, num_rows: 
         assert 0.01 < errors[1] < 1.3 * errors[0] + 0.005
 
 
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao's kernels with the first of their tile sizes: tuning compiles hundreds, for minutes."""
+    folder = "torchao.prototype.moe_training.kernels"
+    for name in ("jagged_float8_scales", "float8_rowwise"):
+        for kernel in vars(importlib.import_module(f"{folder}.{name}")).values():
+            if isinstance(kernel, Autotuner):
+                monkeypatch.setattr(kernel, "configs", kernel.configs[:1])
+
+
+@pytest.mark.usefixtures("untuned")
 def test_experts_are_as_far_from_fp64_as_our_emulation() -> None:
     tensors = [
         random(600, 256), torch.rand(600, 4, device="cuda"), random(8, 256, 256, scale=0.06, seed=2),

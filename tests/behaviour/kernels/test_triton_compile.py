@@ -249,5 +249,6 @@ def test_muons_passes_over_elements_build_for_hopper() -> None:
     flat, rounded = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
     with compiling(90) as compiled:
         look_ahead_triton(flat, flat, rounded, 0.95)
-        apply_update_triton(flat, rounded, 0.9, 0.1)
-    check(compiled, "_look_ahead_kernel", "_apply_kernel")
+        apply_update_triton(flat, rounded, None, 0.9, 0.1)
+        apply_update_triton(flat, rounded, rounded, 0.9, 0.1)
+    check(compiled, "_look_ahead_kernel", "_apply_kernel", "_apply_kernel")

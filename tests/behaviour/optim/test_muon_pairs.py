@@ -25,28 +25,29 @@ from tests.support import lora_case
 pytest.importorskip("peft")
 
 MUONS: dict[str, Any] = {"optim.name": "muon", "optim.muon.ns_dtype": "float32"}
+OPTIMIZERS: dict[str, dict[str, Any]] = {"muon": MUONS, "adamw": {"optim.name": "adamw"}}
 HERE = "tests/behaviour/optim/test_muon_pairs.py"
 
 
-CLIPPED: dict[str, Any] = MUONS | {
+CLIPPED: dict[str, Any] = {
     "optim.qk_clip": 1e-3, "optim.qk_clip_rows": 5, "model.preset": "tiny-mixtral", "train.steps": 3
 }  # fmt: skip
 
 
 def losses(world: int, **changes: Any) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(_train, world, folder, PLAIN | MUONS | changes)
+        run_ranks(_train, world, folder, PLAIN | changes)
         rows = read_metrics(Path(folder) / "metrics.jsonl")
     return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
 @functools.cache
 def alone() -> list[tuple[float, float]]:
-    return losses(1)
+    return losses(1, **MUONS)
 
 
 def check(feature: Feature) -> None:
-    found = losses(max(2, world_of((feature,))), **SETTINGS[feature])
+    found = losses(max(2, world_of((feature,))), **MUONS | SETTINGS[feature])
     for mine, plain in zip(found, alone(), strict=True):
         assert mine == pytest.approx(plain, rel=1e-5), feature.name
 
@@ -66,15 +67,14 @@ def test_every_feature_leaves_the_losses_of_muon_as_they_are(feature: Feature) -
 
 
 @functools.cache
-def clipped_alone() -> list[tuple[float, float]]:
-    return losses(1, **CLIPPED)
+def clipped_alone(by: str = "muon") -> list[tuple[float, float]]:
+    return losses(1, **CLIPPED | OPTIMIZERS[by])
 
 
 def check_clipped(feature: Feature) -> None:
-    keys = {"optim.name": "adamw", "optim.muon.ns_dtype": "bfloat16"} if feature is STATE_OFFLOAD else {}
-    plain = losses(1, **CLIPPED | keys) if keys else clipped_alone()
-    found = losses(max(2, world_of((feature,))), **CLIPPED | SETTINGS[feature] | keys)
-    for mine, alone in zip(found, plain, strict=True):
+    by = "adamw" if feature is STATE_OFFLOAD else "muon"
+    found = losses(max(2, world_of((feature,))), **CLIPPED | SETTINGS[feature] | OPTIMIZERS[by])
+    for mine, alone in zip(found, clipped_alone(by), strict=True):
         assert mine == pytest.approx(alone, rel=1e-5), feature.name
 
 
@@ -84,7 +84,7 @@ WITH_CLIP = [
 
 
 def test_the_losses_of_clipped_heads_are_those_of_one_process() -> None:
-    assert clipped_alone()[2] != losses(1, **CLIPPED | {"optim.qk_clip": 0})[2]
+    assert clipped_alone()[2] != losses(1, **CLIPPED | MUONS | {"optim.qk_clip": 0})[2]
     check_clipped(on.TENSOR_PARALLELISM)
 
 

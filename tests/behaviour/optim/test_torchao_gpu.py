@@ -51,19 +51,23 @@ def trained(make: Any) -> dict[str, torch.Tensor]:
     """Whole weights after three steps of the optimizer that ``make`` builds."""
     model = build({})
     optimizer = make(model)
+    # Tokens differ: attention to equal ones has gradients of rounding errors alone, which Adam enlarges.
+    rows = torch.randint(80, (2, 16), generator=torch.Generator().manual_seed(3))
     for _ in range(3):
-        backward(model)
+        backward(model, rows)
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
 
 
 def test_the_optimizer_on_the_host_steps_as_torchs_on_the_gpu() -> None:
+    settings = SETTINGS | {"weight_decay": 0.1, "eps": 1e-4}
+
     def on_host(model: nn.Module) -> Any:
-        return torchao_optim.CPUOffloadOptimizer(model.parameters(), weight_decay=0.1, **SETTINGS)
+        return torchao_optim.CPUOffloadOptimizer(model.parameters(), **settings)
 
     def on_gpu(model: nn.Module) -> Any:
-        return torch.optim.AdamW(model.parameters(), fused=True, weight_decay=0.1, **SETTINGS)
+        return torch.optim.AdamW(model.parameters(), fused=True, **settings)
 
     wanted, found = trained(on_gpu), trained(on_host)
     for name, weight in wanted.items():

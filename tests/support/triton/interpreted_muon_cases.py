@@ -58,9 +58,14 @@ def test_matrices_that_bulk_copies_cannot_read_are_left_to_torch(shape: tuple[in
 @pytest.mark.parametrize("count", [1, 4096, 9001])
 def test_passes_over_elements_equal_their_definitions(count: int) -> None:
     grad, momentum, main = torch.randn(3, count, generator=torch.Generator().manual_seed(5))
-    out = torch.empty(count)
-    look_ahead_triton(grad, momentum, out, 0.95)
-    torch.testing.assert_close(out, 0.05 * grad + 0.95 * momentum)
+    out, cast = torch.empty(2, count)
+    followed = 0.95 * momentum + 0.05 * grad
+    look_ahead_triton(momentum, grad, out, 0.95)
+    torch.testing.assert_close(momentum, followed)
+    torch.testing.assert_close(out, 0.05 * grad + 0.95 * followed)
     expected = 0.9 * main - 0.3 * out
-    apply_update_triton(main, out, 0.9, 0.3)
+    apply_update_triton(main, out, cast, 0.9, 0.3)
     torch.testing.assert_close(main, expected)
+    assert torch.equal(cast, main)
+    apply_update_triton(main, out, None, 0.9, 0.3)
+    torch.testing.assert_close(main, 0.9 * expected - 0.3 * out)
