@@ -111,6 +111,7 @@ def _card(pcie: float, host_gib: int, network: float) -> dict[str, float | int]:
 #   rtx-pro-6000            RTX PRO Blackwell architecture, workstation: 503.8 TFLOP/s, 96 GB, 1,792 GB/s
 #   l40s                    L40S: 362 TFLOP/s, 48 GB, 864 GB/s, PCIe 4
 #   a100, h100, h200        A100 80 GB, H100 and H200, SXM
+#   h800, h20               H100 with 400 of its 900 GB/s of NVLink; H20, 96 GB, with 148 TFLOP/s
 #   b200, b300              HGX B200 and B300, an eighth of a board
 #   gb200, gb300            GB200 and GB300 NVL72, a 72nd of a rack
 # Hosts of cards are assumed: workstations with 64 GiB for each GeForce and 100 Gbit/s for four of them,
@@ -124,6 +125,8 @@ GPUS: dict[str, Gpu] = {
         _like_h200("l40s", 44.4, 362, 0.864, **_card(32, 128, 10)),
         _like_h200("a100", 79.2, 312, 2.04, low_precision_gain=1.0, host_link=22 * GIGA,
                    nvlink=215 * GIGA, network=22 * GIGA, has_fp8_kernels=False, never_ran=True),
+        _like_h200("h20", 95.1, 148, 4.0),
+        _like_h200("h800", 79.1, 989, 3.35, nvlink=145 * GIGA),
         _like_h200("h100", 79.1, 989, 3.35),
         _H200,
         _like_h200("b200", 178.3, 2250, 8.0, **_BLACKWELL),
