@@ -5,6 +5,7 @@
     python -m benchmarks.kill_test --kills 50
     python -m benchmarks.kill_test --kills 1000 --folder /tmp/kills        goes on where it was interrupted
 
+Ranks are forked from a process that has imported all that they need; else a life would be imports mostly.
 Every life of the run resumes the newest whole checkpoint and trains on until its end:
 
 =============  =============================================================================================
@@ -37,6 +38,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -49,7 +51,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdmoe.checkpoint.catalog import entries
+from fsdmoe.checkpoint.catalog import Entry, entries
 from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import LocalStorage
@@ -58,6 +60,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.run_lock import RunLock
 from fsdmoe.testing import RankFailure, run_ranks
+from fsdmoe.testing.ranks import PRELOAD
 from fsdmoe.train import Run
 
 POINTS = ("before data", "mid file", "before manifest", "before rename", "before pointer", "while deleting")
@@ -65,6 +68,10 @@ KINDS = ("node", "rank", "slow disk", "full disk", "read-only", "truncated", "fl
 """Those outside of saves, each as often as any other."""
 INTERVAL = 3
 SLOW_SECONDS = 0.05
+JOURNAL = "journal.jsonl"
+"""Every step of every life."""
+DAMAGED = "damaged.jsonl"
+"""The checkpoints that were, before they are."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +188,7 @@ def config_of(folder: str, num_ranks: int) -> Config:
 def live(folder: str, kill: Kill | None, last_step: int) -> None:
     """One life: resume, train, write down every step in a journal, die or reach ``last_step``."""
     config = config_of(folder, dist.get_world_size())
-    rank, journal = dist.get_rank(), Path(folder) / "journal.jsonl"
+    rank, journal = dist.get_rank(), Path(folder) / JOURNAL
     if rank == 0:
         RunLock(Path(folder)).take()  # that of the life before is left, and its holder gone
     run = Run(config, build_meshes(config.mesh))
@@ -226,30 +233,33 @@ def _note(journal: Path, line: dict[str, Any]) -> None:
         handle.write(json.dumps(line) + "\n")
 
 
-def plan_kills(count: int, in_saves: int, num_ranks: int, seed: int) -> list[Kill]:
-    """``in_saves`` kills spread over the points of a save, the others over all other kinds, shuffled."""
-    chance = random.Random(seed)
-    kills = []
-    for number in range(count):
-        if number < in_saves:
-            point = POINTS[number % len(POINTS)]
-            by_any = point in ("before data", "mid file")
-            rank = chance.randrange(num_ranks) if by_any else 0
-            kills.append(Kill(point, save=chance.randint(2, 3), rank=rank))
-        else:
-            kind = KINDS[number % len(KINDS)]
-            at_save = kind in ("slow disk", "full disk", "read-only")
-            kills.append(
-                Kill(
-                    kind if at_save else None,
-                    save=chance.randint(1, 2),
-                    rank=chance.randrange(num_ranks),
-                    seconds=None if kind in ("full disk", "read-only") else chance.uniform(0.02, 1.5),
-                    kind=kind,
-                )
-            )
-    chance.shuffle(kills)
-    return kills
+def plan_kills(count: int, num_ranks: int, seed: int) -> list[Kill]:
+    """Three of five inside a save. Each round of 40 has every point of a save four times and every other kind
+    twice, in an order of its own, so that a plan of more kills begins with the same ones."""
+    kills: list[Kill] = []
+    while len(kills) < count:
+        chance = random.Random(f"{seed}/{len(kills)}")
+        points = [_in_save(point, chance, num_ranks) for point in POINTS * 4]
+        others = [_outside_saves(kind, chance, num_ranks) for kind in KINDS * 2]
+        kills += chance.sample(points + others, len(points) + len(others))
+    return kills[:count]
+
+
+def _in_save(point: str, chance: random.Random, num_ranks: int) -> Kill:
+    by_any = point in ("before data", "mid file")
+    rank = chance.randrange(num_ranks) if by_any else 0
+    return Kill(point, save=chance.randint(2, 3), rank=rank)
+
+
+def _outside_saves(kind: str, chance: random.Random, num_ranks: int) -> Kill:
+    at_save = kind in ("slow disk", "full disk", "read-only")
+    return Kill(
+        kind if at_save else None,
+        save=chance.randint(1, 2),
+        rank=chance.randrange(num_ranks),
+        seconds=None if kind in ("full disk", "read-only") else chance.uniform(0.02, 1.5),
+        kind=kind,
+    )
 
 
 @dataclass
@@ -265,46 +275,58 @@ class Outcome:
 def run_kills(folder: Path, kills: list[Kill], num_ranks: int, say: Any = print) -> Outcome:
     """Live and die through all kills, then compare with an uninterrupted run. What an interrupted call has
     done in the same folder is not done again."""
-    folder.mkdir(parents=True, exist_ok=True)
+    lives = folder / "lives"
+    lives.mkdir(parents=True, exist_ok=True)
     report = folder / "report.jsonl"
-    done = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    newest, damaged = (done[-1]["newest"], done[-1]["damaged"]) if done else (0, [])
+    done = _lines(report)
+    found = whole_ones(lives)  # not the last line's: a life may have been interrupted after it
+    newest = found[0].step if found else 0
     for number, kill in enumerate(kills[len(done) :], len(done)):
-        line = _end_one_life(folder / "lives", kill, num_ranks, newest, damaged)
+        line = _end_one_life(lives, kill, num_ranks, newest)
         newest = line["newest"]
-        damaged = line["damaged"]
         done.append(line)
         _note(report, line)
         say(f"{number + 1:4d}. {kill!s:40s} at step {line['reached']:5d}; newest whole one: {newest}")
     last = newest + INTERVAL + 1
-    run_ranks(live, num_ranks, str(folder / "lives"), None, last, timeout=600, fresh=True)
+    run_ranks(live, num_ranks, str(lives), None, last, timeout=600, fresh=True)
+    shutil.rmtree(folder / "whole", ignore_errors=True)  # an interrupted one is not uninterrupted
     run_ranks(live, num_ranks, str(folder / "whole"), None, last, timeout=36_000, fresh=True)
-    whole = [line for line in done if line["kind"] not in ("truncated", "flipped")]
     outcome = Outcome(len(done), sum(line["steps"] for line in done))
-    outcome.worst_loss = max(line["reached"] - line["newest"] for line in whole)
-    _compare(_journal(folder / "lives"), _journal(folder / "whole"), last, outcome)
+    outcome.worst_loss = max(line["reached"] - line["newest"] for line in done if not line["is_damaged"])
+    _compare(_lines(lives / JOURNAL), _lines(folder / "whole" / JOURNAL), last, outcome)
     return outcome
 
 
-def _end_one_life(lives: Path, kill: Kill, num_ranks: int, newest: int, damaged: list[str]) -> dict[str, Any]:
+def whole_ones(lives: Path) -> list[Entry]:
+    """The checkpoints but for the damaged ones, the newest first; each must be whole, byte by byte."""
+    storage = LocalStorage(lives / "checkpoints")
+    damaged = [line["name"] for line in _lines(lives / DAMAGED)]
+    found = [entry for entry in entries(storage) if entry.name not in damaged]
+    for entry in found:
+        open_verified(storage, entry.name, "full")
+    return found
+
+
+def _end_one_life(lives: Path, kill: Kill, num_ranks: int, newest: int) -> dict[str, Any]:
     """One life from its start to what it leaves; a line of the report."""
-    root = lives / "checkpoints"
-    before = len(_journal(lives))
+    before = len(_lines(lives / JOURNAL))
     with contextlib.suppress(RankFailure):
         run_ranks(live, num_ranks, str(lives), kill, 10**9, timeout=600, fresh=True)
         raise AssertionError(f"{kill}: the run was not killed")
-    lines = _journal(lives)[before:]
+    lines = _lines(lives / JOURNAL)[before:]
     assert not lines or lines[0].get("resumed") == newest, f"{kill}: began at {lines[0]}, newest was {newest}"
-    found = [entry for entry in entries(LocalStorage(str(root))) if entry.name not in damaged]
-    for entry in found:
-        open_verified(LocalStorage(str(root)), entry.name, "full")
-    if kill.kind in ("truncated", "flipped") and len(found) > 1:  # with no whole one a run is refused
-        damage(root / found[0].name, kill)
-        damaged = [*damaged, found.pop(0).name]
+    found = whole_ones(lives)
+    is_damaged = (
+        kill.kind in ("truncated", "flipped") and len(found) > 1
+    )  # with no whole one a run is refused
+    if is_damaged:
+        gone = found.pop(0).name
+        _note(lives / DAMAGED, {"name": gone})
+        damage(lives / "checkpoints" / gone, kill)
     steps = [line["step"] for line in lines if "step" in line]
     newest = found[0].step if found else 0
     reached = max(steps, default=newest)
-    facts = {"steps": len(steps), "reached": reached, "newest": newest, "damaged": damaged}
+    facts = {"steps": len(steps), "reached": reached, "newest": newest, "is_damaged": is_damaged}
     return {**asdict(kill), **facts}
 
 
@@ -338,13 +360,10 @@ def _compare(lives: list[dict[str, Any]], whole: list[dict[str, Any]], last: int
     outcome.repeated = sum(count - 1 for count in taken.values())
 
 
-def _journal(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "journal.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if path.exists()
-        else []
-    )
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Of a file of JSON lines; half of one, whose writer was killed, is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def table(kills: list[Kill]) -> list[str]:
@@ -359,13 +378,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--in-saves", type=int, help="how many of them inside a save; default: three of five")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep all here, and go on where a call was interrupted")
     options = parser.parse_args()
-    in_saves = options.kills * 3 // 5 if options.in_saves is None else options.in_saves
-    kills = plan_kills(options.kills, in_saves, options.ranks, options.seed)
+    kills = plan_kills(options.kills, options.ranks, options.seed)
+    PRELOAD.append("fsdmoe.train")
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
