@@ -17,6 +17,8 @@ asked for and for the same step on one that is free:
     python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64 --sub-batches 2
     python benchmarks/emulated_run.py --model deepseek-v3 --layers 22 --fabric nodes --ep 64 --batch 2 \
         --sub-batches 2 --dispatcher all_to_all by_node                  rows once a rank, and once a node
+    python benchmarks/emulated_run.py --loads 1.5 2 --clones 2           uneven loads, without and with clones
+    python benchmarks/emulated_run.py --loads runs/loads/bias-128-50 --clones 2      as loads.py recorded them
     python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
 """
 
@@ -35,16 +37,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from even_routing import evening
+from even_routing import routed_by
 from fabric import FABRICS_BY_NAME, Fabric
 from fabric_flex import connect
 from fabric_group import Record, World, emulated_fabric, fabric_meshes
 from timing import wait
+from uneven_loads import BUSIEST, HOST, MEAN, Ranks, emulated_clones, loads_of, seen_by
 
 from fsdmoe.config.build import build_config
 from fsdmoe.config.schema import Config
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.experts.dispatch import FlexDispatcher
+from fsdmoe.experts.dispatch import ClonePolicy, FlexDispatcher, options_of
 from fsdmoe.experts.moe import MoE
 from fsdmoe.graphs import build_micro_batches
 from fsdmoe.mesh import Axis
@@ -74,13 +77,18 @@ class Case:
     """Of ``experts``: ``chunks`` or ``sub_batches``, and ``dispatcher``."""
     hides_rows: bool = True
     """False: nothing is computed while rows travel."""
+    loads: str = ""
+    """See :func:`uneven_loads.loads_of`; even ones, if not given."""
+    role: str = ""
+    """Which rank this one is: see :mod:`uneven_loads`."""
 
     @property
     def name(self) -> str:
         if not self.hides_rows:
             return f"{self.fabric.name}, no overlap"
+        uneven = [f"loads {Path(self.loads).name}", f"{self.role} rank"] if self.loads else []
         return ", ".join(
-            [self.fabric.name, *(f"{key.replace('_', '-')} {value}" for key, value in self.keys)]
+            [self.fabric.name, *uneven, *(f"{key.replace('_', '-')} {value}" for key, value in self.keys)]
         )
 
 
@@ -166,25 +174,53 @@ class Step:
         return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 
     @torch.no_grad()
-    def even_out(self, passes: int, known: list[torch.Tensor]) -> None:
-        """Take the ``known`` biases of routers, or find some that share tokens evenly among experts."""
+    def route(self, case: Case, passes: int, known: list[torch.Tensor]) -> None:
+        """Give routers biases for the case's loads. Even ones are ``known`` after the first time."""
         routers = list(self.model.routers())
         biases = [bias for router in routers if (bias := router.e_score_correction_bias) is not None]
-        if not known:
-            with evening(routers):
+        if case.loads or not known:
+            num_experts = len(biases[0]) if biases else 1
+            wanted_LE = torch.ones(len(routers), num_experts)
+            if case.loads:
+                wanted_LE = loads_of(case.loads, len(routers), num_experts, self.ranks)
+                wanted_LE = seen_by(case.role, wanted_LE, self.ranks, self.clones)
+                print(f"\n{case.name}: {self.ranks.describe(wanted_LE, self.clones)}")
+            with routed_by(routers, wanted_LE.to(DEVICE)):
                 for _ in range(passes):
                     tokens_BS, labels_BS = self._batch()
                     self.model(tokens_BS, labels_BS=labels_BS, loss_mask_BS=torch.ones_like(labels_BS).bool())
-            known += [bias_E.clone() for bias_E in biases]
-        torch._foreach_copy_(biases, known)
+        if not case.loads:
+            known += [bias_E.clone() for bias_E in biases[len(known) :]]
+            torch._foreach_copy_(biases, known)
+
+    @property
+    def ranks(self) -> Ranks:
+        config = self.config
+        tokens = config.train.micro_batch_size * config.data.seq_len
+        return Ranks(self.meshes.size(Axis.EP), config.model.num_experts_per_tok, tokens)
+
+    @property
+    def clones(self) -> ClonePolicy:
+        return options_of(self.config.experts)["clones"]
 
     def received_shares(self) -> list[float]:
-        """Of each layer: rows that reach this rank's experts over those of an even routing."""
+        """Of each layer: rows that this rank computes, its clones' too, over those of an even routing."""
         if self.loads_LE is None or not self.loads_LE.numel():
             return [1.0]
-        own = self.loads_LE.shape[1] // self.meshes.size(Axis.EP)
-        mine_L = self.loads_LE[:, :own].sum(1) * self.meshes.size(Axis.EP)
-        return (mine_L / self.loads_LE.sum(1)).tolist()
+        loads_LE = self.loads_LE.cpu()
+        if self.clones.slots:
+            return self.ranks.after_cloning(loads_LE, self.clones)[0][:, 0].tolist()
+        return self.ranks.by_rank(loads_LE)[:, 0].tolist()
+
+    def clone_gb(self) -> dict[str, float]:
+        """Of a step: what this rank sends as weights of clones, and as gradients of its own clones."""
+        layers = [each for each in self.model.modules() if isinstance(each, MoE)]
+        counters = {id(each.dispatcher.traffic): each.dispatcher.traffic for each in layers}.values()
+        for counter in counters:
+            counter.clear()
+        self()
+        phases = ("clones", "clones.backward")
+        return {phase: sum(counter.bytes_sent[phase] for counter in counters) / 1e9 for phase in phases}
 
 
 @dataclasses.dataclass
@@ -203,6 +239,8 @@ class Outcome:
     grad_norm: float
     received_shares: list[float]
     traffic: dict[str, dict[str, float]]
+    clone_gb: dict[str, float]
+    """That this rank sends in a step for clones."""
     exchange: dict[str, float] | None
     """How full the buffers of ``flex`` were, and how often that was not enough."""
     exposure: Exposure | None
@@ -215,10 +253,10 @@ class Outcome:
 def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[torch.Tensor]) -> Outcome:
     """``biases`` of the routers are those of the first case in all others."""
     config, began = config_of(args, case, world_size), time.perf_counter()
-    with emulated_fabric(case.fabric, world_size) as world:
+    with emulated_fabric(case.fabric, world_size) as world, emulated_clones():
         world.hides_rows = case.hides_rows
         step = Step(config, world)
-        step.even_out(args.even_passes, biases)
+        step.route(case, args.even_passes, biases)
         if DEVICE.type == "cuda":  # a step that is replayed allocates nothing: its memory was counted before
             torch.cuda.reset_peak_memory_stats()
         loss = step()
@@ -238,7 +276,8 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
         flops = training_flops_per_token(config.model, args.length)
         found = Outcome(
             case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
-            float(step.grad_norm), step.received_shares(), traffic, exchange_figures(step.model), exposed,
+            float(step.grad_norm), step.received_shares(), traffic, step.clone_gb(),
+            exchange_figures(step.model), exposed,
         )  # fmt: skip
         step.micro_batches.close()
         del step
@@ -330,6 +369,43 @@ def compare_rows(first: Outcome, other: Outcome) -> None:
     print(f"\n{first.name} / {other.name}: {first.ms / other.ms:.3f} in speed{share}")
 
 
+def compare_loads(cases: list[Case], outcomes: list[Outcome]) -> None:
+    """Speeds over that of the even step, for each of the loads without and with clones. A layer ends when its
+    slowest rank does, so the slowest of the measured ranks counts."""
+    even = {case.keys: found for case, found in zip(cases, outcomes, strict=True) if not case.loads}
+    slowest: dict[tuple[str, tuple[tuple[str, Any], ...]], Outcome] = {}
+    for case, found in zip(cases, outcomes, strict=True):
+        if case.loads:
+            before = slowest.get((case.loads, case.keys), found)
+            slowest[case.loads, case.keys] = max(before, found, key=lambda each: each.ms)
+    print()
+    for (_, keys), found in slowest.items():
+        base = even[tuple(each for each in keys if each[0] != "clones")]
+        sent = ", ".join(f"{phase} {gb:.2f} GB" for phase, gb in found.clone_gb.items() if gb)
+        print(f"{found.name}: {found.ms:.1f} ms, {base.ms / found.ms:.3f} of the speed of the even step "
+              f"({base.ms:.1f} ms)" + (f"; sent in a step: {sent}" if sent else ""))  # fmt: skip
+
+
+def cases_of(args: argparse.Namespace, fabrics: list[Fabric]) -> list[Case]:
+    """In the order in which they are measured."""
+    keys = [("chunks", each) for each in args.chunks] + [("sub_batches", each) for each in args.sub_batches]
+    ways: list[tuple[tuple[str, Any], ...]] = [(key,) for key in keys] or [()]
+    ways = [(*way, ("dispatcher", name)) for way in ways for name in args.dispatcher] or ways
+    if args.loads:
+        fabrics = fabrics[:1]
+    cases = [Case(fabric, way) for fabric in fabrics for way in ways]
+    for loads in args.loads:
+        for way in ways:
+            cases += [Case(fabrics[0], way, loads=loads, role=role) for role in (BUSIEST, MEAN)]
+            cloned = [(*way, ("clones", each)) for each in args.clones]
+            cases += [
+                Case(fabrics[0], each, loads=loads, role=role) for each in cloned for role in (BUSIEST, HOST)
+            ]
+    if args.no_overlap:
+        cases.append(Case(fabrics[0], hides_rows=False))
+    return cases
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -349,6 +425,10 @@ def parse() -> argparse.Namespace:
         "--sub-batches", type=int, nargs="+", default=[], help="experts.sub_batches, each in turn"
     )
     parser.add_argument("--dispatcher", nargs="+", default=[], help="experts.dispatcher, each in turn")
+    parser.add_argument("--loads", nargs="+", default=[], help="of experts: recordings, or what the busiest "
+                        "rank has over the mean")  # fmt: skip
+    parser.add_argument("--clones", type=int, nargs="+", default=[], help="with --loads: experts.clones, "
+                        "each in turn, next to none")  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -378,12 +458,7 @@ def main() -> None:
     world_size = args.world or fabrics[0].world
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
-    keys = [("chunks", each) for each in args.chunks] + [("sub_batches", each) for each in args.sub_batches]
-    ways: list[tuple[tuple[str, Any], ...]] = [(key,) for key in keys] or [()]
-    ways = [(*way, ("dispatcher", name)) for way in ways for name in args.dispatcher] or ways
-    cases = [Case(fabric, way) for fabric in fabrics for way in ways]
-    if args.no_overlap:
-        cases.append(Case(fabrics[0], hides_rows=False))
+    cases = cases_of(args, fabrics)
     outcomes: list[Outcome] = []
     biases: list[torch.Tensor] = []
     for case in cases:
@@ -394,6 +469,8 @@ def main() -> None:
             print(f"\n{outcomes[-1].name} / {outcome.name}: {outcomes[-1].ms / outcome.ms:.3f}")
     for outcome in outcomes[1:] if len(args.dispatcher) > 1 else []:
         compare_rows(outcomes[0], outcome)
+    if args.loads:
+        compare_loads(cases, outcomes)
     bare = [outcome for outcome in outcomes if outcome.is_free]
     for outcome in outcomes:
         for free in bare if not outcome.is_free else []:

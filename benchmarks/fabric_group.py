@@ -167,7 +167,7 @@ class FabricGroup(dist.ProcessGroup):
         name = "all_to_allv" if send else "all_to_all"
         receive = receive or [out.shape[0] // size] * size
         send = send or [full.shape[0] // size] * size
-        row = full.nbytes // max(1, full.shape[0])
+        row = full[:1].nbytes or out[:1].nbytes  # a rank may only receive
         load = self._place.exchanged([row * n for n in send], [row * n for n in receive])
         own = full[: send[0]] if send[0] else full
         return self._run(name, load, opts, out=out, own=own)

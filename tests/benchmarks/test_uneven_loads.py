@@ -1,0 +1,92 @@
+"""Loads of the emulated run: as uneven as asked, and rows of this rank as the plan of clones has them."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import even_routing
+import fabric
+import fabric_group
+import torch
+import uneven_loads
+
+from fsdmoe.experts.balance import count_choices
+from fsdmoe.experts.dispatch import ClonePolicy, Links, Rows, build_dispatcher
+from fsdmoe.experts.dispatch.clone_weights import CloneWeights
+from fsdmoe.experts.router import select_top_k
+from fsdmoe.experts.router_spec import RouterSpec
+from fsdmoe.experts.scores import choice_scores
+from fsdmoe.kernels.expert_operands import ExpertWeights
+from fsdmoe.mesh import MeshConfig
+
+RANKS = uneven_loads.Ranks(ep=8, top_k=4, tokens=512)
+TWO, NONE = ClonePolicy(2, 16), ClonePolicy(0)
+
+
+def test_drawn_loads_are_as_uneven_as_asked() -> None:
+    loads_LE = uneven_loads.loads_of("1.7", 6, 64, RANKS)
+    assert RANKS.by_rank(loads_LE).amax(1).mean() == pytest.approx(1.7, rel=0.02)
+    assert loads_LE.shape == (6, 64)
+    with pytest.raises(SystemExit, match="expected a recording or 1 to 4, got 7"):
+        uneven_loads.loads_of("7", 6, 64, RANKS)
+
+
+@pytest.mark.parametrize("role", [uneven_loads.BUSIEST, uneven_loads.MEAN])
+def test_this_rank_takes_the_place_of_the_one_asked_for_in_every_layer(role: str) -> None:
+    loads_LE = uneven_loads.loads_of("1.7", 6, 64, RANKS)
+    shares_LP = RANKS.by_rank(loads_LE)
+    found_LP = RANKS.by_rank(uneven_loads.seen_by(role, loads_LE, RANKS, NONE))
+    wanted_L = shares_LP.amax(1) if role == uneven_loads.BUSIEST else 1 + (shares_LP - 1).abs().amin(1)
+    measured_L = found_LP[:, 0] if role == uneven_loads.BUSIEST else 1 + (found_LP[:, 0] - 1).abs()
+    assert measured_L.tolist() == pytest.approx(wanted_L.tolist())
+    assert torch.allclose(found_LP.sort(1).values, shares_LP.sort(1).values)
+
+
+def routed(loads_E: torch.Tensor) -> torch.Tensor:
+    """``[T, K]``: choices with these loads, by a router with the bias for them."""
+    generator = torch.Generator().manual_seed(3)
+    spec = RouterSpec(num_experts=len(loads_E), top_k=RANKS.top_k)
+    router: Any = SimpleNamespace(spec=spec, weight=torch.randn(len(loads_E), 32, generator=generator) / 5)
+    x_TD = torch.randn(RANKS.tokens, 32, generator=generator)
+    bias_E = even_routing.bias_for(router, x_TD, loads_E)
+    return select_top_k(choice_scores(x_TD @ router.weight.t(), spec.score), spec, bias_E)
+
+
+def test_a_bias_brings_about_the_loads_of_experts() -> None:
+    (loads_E,) = uneven_loads.loads_of("1.7", 1, 64, RANKS)
+    found_E = count_choices(routed(loads_E), 64)[0].double()
+    assert (found_E - loads_E / loads_E.sum() * RANKS.tokens * RANKS.top_k).abs().max() < 8
+
+
+@pytest.mark.parametrize("role", [uneven_loads.BUSIEST, uneven_loads.HOST])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_clones_of_the_emulated_world_get_the_rows_of_the_plan(role: str, chunks: int) -> None:
+    loads_LE = uneven_loads.seen_by(role, uneven_loads.loads_of("1.7", 1, 64, RANKS), RANKS, TWO)
+    ids_TK = routed(loads_LE[0])
+    (mine, *_), (cloned, *_) = (
+        each[0].tolist() for each in RANKS.after_cloning(count_choices(ids_TK, 64), TWO)
+    )
+    even = RANKS.tokens * RANKS.top_k
+    node = fabric.FABRICS_BY_NAME["node"]
+    with fabric_group.emulated_fabric(node) as world, uneven_loads.emulated_clones():
+        links = Links.of(fabric_group.fabric_meshes(MeshConfig(ep=8), "cpu"))
+        d, _ = build_dispatcher("all_to_all", links, num_experts=64, top_k=4, clones=TWO)
+        rows = Rows(torch.randn(RANKS.tokens, 8), torch.rand(ids_TK.shape), ids_TK)
+        plans: Any = [plan for plan, _ in d.prepare_chunks(rows, chunks)]
+        world.records.clear()
+        own = ExpertWeights(torch.ones(8, 10, 4), torch.ones(8, 4, 5), None, None)
+        received = CloneWeights(links.ep, plans[0].clones, own, keep=True).wait()
+        (load, _) = (record.load for record in world.records)
+    # Every chunk has its share; those of 512 rows are off by a few.
+    for plan in plans:
+        assert chunks * plan.max_rows == pytest.approx(mine * even, rel=0.06, abs=100)
+        assert chunks * plan.clone_rows == pytest.approx(cloned * even, rel=0.06, abs=100)
+    clones = plans[0].clones
+    assert load.nvlink == 160 * max(sum(clones.sent), sum(clones.received)) > 0
+    assert all(bool((weight == 1).all()) for weight in received[:2]), "weights of clones are not zeros"
+    assert bool(sum(clones.received)) == (role == uneven_loads.HOST)
