@@ -166,7 +166,9 @@ class _Send(torch.autograd.Function):
         ctx.transit = transit
         ctx.sinks = [sink_of(weight) for weight in weights]
         transit.outbound = transit.send()
-        return weights[0].new_empty(0)
+        handle = weights[0].new_empty(0)
+        ctx.save_for_backward(handle)  # see _Tie
+        return handle
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -229,6 +231,11 @@ class _Tie(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy_RD):
         transit: _CloneTransit = ctx.transit
+        # Where the layer is run again in backward, that begins here on all ranks: it exchanges counts and
+        # rows, and a rank without clones would do so only after the gradients of clones, others before.
+        receive = ctx.next_functions[1][0]
+        send = receive.next_functions[0][0]
+        _ = send.saved_tensors
         if not ctx.keep and transit.again is None:
             transit.again = transit.send()
         return None, None, dy_RD, dy_RD.new_empty(0)

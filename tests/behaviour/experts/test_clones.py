@@ -14,6 +14,10 @@ from tests.behaviour.test_layouts import losses
 from tests.support import parallel_case
 from tests.support.moe_case import Case, Layout, check_layout
 from tests.support.parallel_case import FEW, compare, one_process, train_parallel
+from tests.support.random_programs import layout as random_layout
+from tests.support.random_programs.draw import Program
+from tests.support.random_programs.model import Shape
+from tests.support.random_programs.run import run_programs
 
 TWO = ClonePolicy(2)
 LOADS: tuple[dict[str, Any], ...] = (
@@ -55,6 +59,16 @@ def test_a_layer_with_clones_equals_one_process(world_size: int, layout: Layout,
     each = cases(TWO, TWO._replace(keep=False), ClonePolicy(1, 2))[some]
     worst = max(run_ranks(check_layout, world_size, layout, each))
     print(f"{layout}: worst relative error {worst:.1e} over {len(each)} cases")
+
+
+def test_a_layer_that_is_run_again_exchanges_alike_on_ranks_with_clones_and_without() -> None:
+    shape = Shape(layers=("moe",), plan=(0,), recompute="layer", clones=(1, 0, True))
+    steps = tuple(("micro", seed, "full", True) for seed in (86, 94))
+    precision = {"param_dtype": "float32", "reduce_dtype": "float32"}
+    program = Program(random_layout.Layout(2, ep=2), precision=precision, shape=shape, ops=steps)
+    (verdict,) = run_programs([program], timeout=15.0)
+    assert not verdict.problem
+    assert len(verdict.done) == 2
 
 
 MODELS: dict[str, dict[str, Any]] = {

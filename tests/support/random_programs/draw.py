@@ -7,9 +7,10 @@ operation that finds nothing on its shelf does nothing, so that operations can b
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from fsdmoe.memory.config import Part
@@ -67,7 +68,16 @@ class Program:
         }  # fmt: skip
         found += [name for name, has in named.items() if has]
         found += [f"recomputes {part}" for part in self.shape.parts]
+        slots, least_rows, keep = self.shape.clones
+        found += [f"clones={slots}", f"clone_rows={least_rows}", f"clone_keep={keep}"] if slots else []
+        found += [f"chunks={self.shape.chunks}"] if self.shape.chunks > 1 else []
         return found + sorted({f"{kind} over {subset}" for kind, subset in self.optimizers})
+
+
+def draw_cloned(seed: int, worlds: tuple[int, ...] = (2, 4)) -> Program:
+    """One whose experts may be cloned: the first from ``seed`` on, a thousand seeds for each."""
+    drawn = (draw_program(1000 * seed + number, worlds) for number in itertools.count())
+    return next(program for program in drawn if program.shape.clones[0])
 
 
 def draw_any(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4)) -> Program | PackedProgram:
@@ -88,6 +98,7 @@ def draw_program(seed: int, worlds: tuple[int, ...] = (1, 2, 4)) -> Program:
     if rng.random() < 0.04:
         precision["reduce_dtype"] = "bfloat16"
     fsdp = draw_fsdp(rng)
+    shape = draw_exchange(random.Random(f"exchange of {seed}"), shape, layout, fsdp)
     if precision["reduce_dtype"] == "bfloat16":
         fsdp.pop("grad_exchange", None)
     kinds = [("sgd",), ("momentum",), ("adamw",), ("fused",), ("sgd", "adamw")]
@@ -141,6 +152,17 @@ def draw_shape(rng: random.Random, layout: Layout) -> Shape:
         parts=tuple(sorted(parts)),
         adapters=rng.random() < 0.15,
     )
+
+
+def draw_exchange(rng: random.Random, shape: Shape, layout: Layout, fsdp: dict[str, Any]) -> Shape:
+    """How rows reach their experts, where these are on other ranks."""
+    if layout.ep == 1:
+        return shape
+    clones = rng.choices([0, 1, 2, 3], [4, 1, 2, 1])[0]
+    if fsdp.get("cpu_offload"):  # refused with clones
+        clones = 0
+    policy = clones, rng.choice([0, 0, 1]), rng.random() < 0.7
+    return replace(shape, clones=policy, chunks=rng.choice([1, 1, 2, 3]))
 
 
 def draw_fsdp(rng: random.Random) -> dict[str, Any]:

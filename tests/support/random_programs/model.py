@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.experts.dispatch import ClonePolicy
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
@@ -65,6 +66,10 @@ class Shape:
     not."""
     adapters: bool = False
     """Layers hold two adapters, of which one is used, or none."""
+    clones: tuple[int, int, bool] = (0, 0, True)
+    """As the fields of ``ClonePolicy``: slots a rank, of more rows than so many, kept for backward."""
+    chunks: int = 1
+    """In how many the sharded model sends rows to experts."""
 
 
 class Block(nn.Module):
@@ -230,9 +235,21 @@ def split_layers(model: Model, meshes: Meshes) -> None:
     for layer in model.layers:
         if hasattr(layer, "moe"):
             trained = {name: p.requires_grad for name, p in layer.moe.experts.named_parameters()}
-            parallelize_experts(layer.moe, meshes)
+            clones = ClonePolicy(*model.shape.clones)
+            parallelize_experts(
+                layer.moe,
+                meshes,
+                dispatcher=dispatcher_of(model.shape),
+                chunks=model.shape.chunks,
+                clones=clones,
+            )
             for name, is_trained in trained.items():
                 layer.moe.experts.get_parameter(name).requires_grad_(is_trained)
+
+
+def dispatcher_of(shape: Shape) -> str:
+    """One that takes chunks, where there are some; clones have one of their own."""
+    return "all_to_all" if shape.chunks > 1 else "auto"
 
 
 def batch_of(seed: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:

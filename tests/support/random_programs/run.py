@@ -3,6 +3,7 @@
 ::
 
     python -m tests.support.random_programs.run --count 300                     # CPU ranks, every layout
+    python -m tests.support.random_programs.run --clones --count 300            # all of them with clones
     python -m tests.support.random_programs.run --device cuda --count 500 --world 1
     python -m tests.support.random_programs.run --device cuda --count 100 --world 4   # NCCL ranks on one GPU
     python -m tests.support.random_programs.run --replay "Program(...)"         # as a failure prints it
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing.ranks import RankFailure, run_ranks
 from tests.support.one_gpu import run_ranks_on_one_gpu
-from tests.support.random_programs.draw import Program, draw_any, draw_program
+from tests.support.random_programs.draw import Program, draw_any, draw_cloned, draw_program
 from tests.support.random_programs.judge import judge_program
 from tests.support.random_programs.layout import Layout, Verdict
 from tests.support.random_programs.model import Shape
@@ -136,7 +137,7 @@ def smaller_forms(program: AnyProgram) -> Iterator[AnyProgram]:
     for changes in (
         {"recompute": "none"}, {"sided": False}, {"root": False}, {"tied": False}, {"frozen": ()},
         {"embed": "plain"}, {"head": "plain"}, {"parts": ()}, {"dropout": 0.0}, {"attention": False},
-        {"adapters": False},
+        {"adapters": False}, {"chunks": 1}, {"clones": (0, 0, True)},
     ):  # fmt: skip
         shape = dataclasses.replace(program.shape, **changes)  # type: ignore[arg-type]
         if shape != program.shape:
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--world", type=int, help="only programs of so many ranks")
+    parser.add_argument("--clones", action="store_true", help="only programs with clones of experts")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--replay", help="a program, as a failure prints it")
     parser.add_argument("--shrink", type=int, default=0, help="shrink so many failures")
@@ -208,7 +210,10 @@ def main() -> None:
     args = parser.parse_args()
     worlds = (1, 2, 3, 4) if args.world is None else (args.world,)
     # Documents on a CPU alone: products in TF32 would choose other experts.
-    draw = draw_any if args.device == "cpu" else draw_program
+    draw: Callable[..., AnyProgram] = draw_any if args.device == "cpu" else draw_program
+    if args.clones:
+        draw = draw_cloned
+        worlds = (2, 4) if args.world is None else worlds
     programs: list[AnyProgram] = [draw(seed, worlds) for seed in range(args.first, args.first + args.count)]
     if args.replay:
         programs = [parse_program(args.replay)]
@@ -216,6 +221,7 @@ def main() -> None:
         for first in range(args.first, args.first + args.count, BATCH):
             given = ["--device", "cuda", "--world", str(args.world), "--first", str(first)]
             given += ["--count", str(min(BATCH, args.first + args.count - first))]
+            given += ["--clones"] if args.clones else []
             given += ["--pairs", f"{args.pairs}.{first}"] if args.pairs else []
             print(
                 run_ranks_on_one_gpu(args.world, "-m", "tests.support.random_programs.run", *given),
