@@ -75,9 +75,10 @@ class MatrixForm:
 
 
 def has_matrices(name: str, placement: Placement) -> bool:
-    """Whether a parameter is a matrix, or a matrix for each expert; biases are not."""
+    """Whether a parameter is a matrix, or a matrix for each expert; biases are not. Nor are the factors of
+    adapters on experts, which stand next to each other in two dims: as one matrix, experts would mix."""
     dims = len(placement.global_shape)
-    is_of_experts = any(axis == Axis.EP and cut.dim == 0 for axis, cut in placement.cuts)
+    is_of_experts = any(axis == Axis.EP for axis, _ in placement.cuts)
     return dims in ((3,) if is_of_experts else (2, 3)) and not name.endswith("bias")
 
 

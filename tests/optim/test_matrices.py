@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdmoe.mesh import Axis
 from fsdmoe.optim.matrices import form_of, has_matrices
@@ -67,5 +68,7 @@ def test_vectors_of_experts_and_biases_are_no_matrices() -> None:
     assert has_matrices("gate_up_proj", Placement((4, 8, 6), (EP,)))
     assert has_matrices("weight", Placement((8, 6)))
     assert not has_matrices("sinks", Placement((4, 8), (EP,)))
+    of_adapters = Placement((8, 12), ((Axis.EP, _StridedShard(1, split_factor=3)), (ETP, Shard(0))))
+    assert not has_matrices("lora_B.default.weight", of_adapters), "experts would be orthogonalised as one"
     assert not has_matrices("gate_up_proj_bias", Placement((4, 8)))
     assert not has_matrices("conv", Placement((4, 8, 3, 3)))
