@@ -15,6 +15,7 @@
 ``LowRankProducts`` (``triton/low_rank_mlp.py``) the same with updates of weights
 ``RoundedProducts`` (``triton/rounded_mlp.py``)  Triton, operands rounded as a recipe has them
 ``BlockwiseProducts`` (``gluon/fp8_mlp.py``)     Gluon in fp8, on Hopper
+``LowRankBlockwise`` (``gluon/fp8_low_rank.py``) the same with updates of frozen weights
 ==============================================  ===========================================================
 
 A gradient goes to its parameter's sink where there is one, else back to autograd (:class:`Gradient`).

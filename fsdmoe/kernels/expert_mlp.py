@@ -11,7 +11,8 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 ``expert_function`` chooses what computes by a policy, when a layer is given its policy:
 
 =========================  ==================================================================================
-``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes
+``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes, and
+                           with updates of frozen weights
 ``experts_mlp_quantized``  products quantised by any recipe, emulated (``expert_emulated.py``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
@@ -164,27 +165,26 @@ def _experts_mlp_recipe(
 ) -> Tensor:
     recipe = policy.recipe
     assert recipe is not None
-    if any(factor is not None for factor in updates):
-        raise ConfigError(
-            f"precision.recipe: {recipe.name} does not go with adapters on experts; leave experts out of "
-            "precision.covers, or adapt attention alone"
-        )
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
     refuse_other_codes(gate_up_E2ND, recipe)
     refuse_other_codes(down_EDN, recipe)
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
     fused = fp8_for(rows.x_RD) if plain else None
     if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
+        if updates.gate_up_a is None and updates.down_a is None:
+            return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
+        if fused.supports_fp8_updates(weights, updates):
+            return fused.experts_mlp_fp8_low_rank(rows, weights, recipe, max_rows, updates)
     if not policy.emulate:
         raise ConfigError(
             f"precision.recipe: expected experts that kernels of {recipe.name} take (bfloat16 on Hopper, "
             "hidden size and expert width multiples of 128, swiglu, no biases, routing weights before the "
-            f"second projection), got {rows.x_RD.dtype}, down projections {tuple(down_EDN.shape)}, "
+            "second projection, adapters up to rank 128 on frozen weights), got "
+            f"{rows.x_RD.dtype}, down projections {tuple(down_EDN.shape)}, "
             f"{policy.activation}; set precision.emulate = true to compute it in plain torch (slowly), or "
             "keep the experts out of precision.covers"
         )
-    return experts_mlp_quantized(rows, weights, policy, recipe)
+    return experts_mlp_quantized(rows, weights, policy, recipe, updates)
 
 
 def experts_mlp_reference(

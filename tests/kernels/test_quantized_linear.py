@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
-from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy, quantized_linear
 from fsdmoe.precision.formats import FP8_BLOCKWISE, Element, Product, Recipe, Scaling
@@ -134,3 +134,32 @@ def test_a_layers_gradient_goes_to_its_sink_and_is_added_up_there() -> None:
     assert plain.weight.grad is not None
     assert torch.equal(sink.buffer, plain.weight.grad)
     assert torch.equal(layer.bias.grad, plain.bias.grad)
+
+
+@pytest.mark.parametrize("num_experts", [2, 8], ids=["all at once", "one by one"])
+@pytest.mark.parametrize("recipe", [NOT_ROUNDED, FP8_BLOCKWISE], ids=["exact", "fp8"])
+def test_updates_next_to_quantised_products_are_within_the_recipes_error(
+    recipe: Recipe, num_experts: int
+) -> None:
+    ids = torch.zeros(48, 1, dtype=torch.int64)
+    ids[:9] = num_experts - 1
+    frozen = ExpertWeights(draw(num_experts, 128, 128) / 11, draw(num_experts, 128, 64) / 8)
+    shapes = ((4, 128), (128, 4), (4, 64), (128, 4))
+    drawn = [draw(48, 128), draw(48, 1).abs(), *(draw(num_experts, *shape) / 8 for shape in shapes)]
+
+    def run(dtype: torch.dtype, policy: ExpertPolicy | None) -> list[Tensor]:
+        leaves = [each.to(dtype, copy=True).requires_grad_() for each in drawn]
+        rows = Rows(leaves[0], leaves[1], ids)
+        base = ExpertWeights(frozen.gate_up_E2ND.to(dtype), frozen.down_EDN.to(dtype))
+        updates = LowRankUpdates(*leaves[2:])
+        if policy is None:
+            y = experts_mlp_reference(rows, base, updates=updates)
+        else:
+            y = experts_mlp(rows, base, policy, updates=updates)
+        return [y.detach(), *torch.autograd.grad(y, leaves, draw(48, 128, seed=1).to(dtype))]
+
+    exact, found = run(torch.float64, None), run(torch.float32, ExpertPolicy(recipe=recipe))
+    errors = [relative(ours.double(), right) for ours, right in zip(found, exact, strict=True)]
+    limit = 1e-4 if recipe is NOT_ROUNDED else 0.08
+    assert max(errors) < limit, errors
+    assert recipe is NOT_ROUNDED or min(errors) > 1e-3, "what is updated is quantised"

@@ -17,17 +17,22 @@ from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
 from fsdmoe.kernels.triton.fp8_panels import _STRIDE as STRIDE
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
+from fsdmoe.kernels.triton.grouped_gemm import LowRankTerm
 from fsdmoe.kernels.triton.row_map import RowMap
 from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import SMALLEST_SCALE, block_scales, inverse_of
 
 
-def project(a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype) -> Tensor:
+def project(
+    a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype, term: LowRankTerm | None = None
+) -> Tensor:
     """``fp8_launch.project``."""
     rows, n = rows_of(a), weight.codes.shape[1]
     out_MN = torch.full((row_map.capacity, n), torch.nan, device=rows.device)
     for expert, segment in enumerate(segments_of(row_map)):
         out_MN[segment] = rows[segment] @ weights_of(weight)[expert].t()
+        if term is not None:
+            out_MN[segment] += term.narrow_MQ[segment].float() @ term.factor[expert].float().t()
     return out_MN.to(dtype)
 
 
@@ -40,9 +45,10 @@ def gate_up(
     keep: bool,
     power_of_two: bool,
     dtype: torch.dtype,
+    term: LowRankTerm | None = None,
 ) -> tuple[Tensor | None, Codes]:
     """``fp8_launch.gate_up``."""
-    pre_M2N = project(x, weight, row_map, dtype=dtype)
+    pre_M2N = project(x, weight, row_map, dtype=dtype, term=term)
     pre_2MN = torch.stack(pre_M2N.chunk(2, dim=1)) if keep else None
     return pre_2MN, quantized_rows(weighted_swiglu(pre_M2N, weights_RK, row_map), power_of_two)
 

@@ -15,6 +15,7 @@ else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+_HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
@@ -28,6 +29,11 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
         """A [64, 128] buffer in bf16, two numbers a word; the bytes lie as they did."""
         return buffer.reinterpret(gl.int32, [64, 64], _WORDS)
 
+    @gluon.jit
+    def as_bf16(buffer, ROWS: gl.constexpr):
+        """A [ROWS, 128] buffer in fp8 as one of [ROWS, 64] in bf16; the bytes lie as they did."""
+        return buffer.reinterpret(gl.bfloat16, [ROWS, 64], _HALVES)
+
 else:
 
     @gluon.jit
@@ -39,6 +45,11 @@ else:
     def as_words(buffer):
         """A [64, 128] buffer in bf16, two numbers a word; the bytes lie as they did."""
         return buffer._reinterpret(gl.int32, [64, 64], _WORDS)
+
+    @gluon.jit
+    def as_bf16(buffer, ROWS: gl.constexpr):
+        """A [ROWS, 128] buffer in fp8 as one of [ROWS, 64] in bf16; the bytes lie as they did."""
+        return buffer._reinterpret(gl.bfloat16, [ROWS, 64], _HALVES)
 
 
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

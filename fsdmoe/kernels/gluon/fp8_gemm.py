@@ -4,6 +4,7 @@
     gate_up      the same with SwiGLU x weight: the pre-activation in bf16, the activation in fp8
     weight_grad  out[e] = a[:, rows of e] @ b[:, rows of e]^T, operands as token panels [M/128, C, 128]
 
+The first two may add a low-rank term in bf16, ``narrow[m] @ factor[e]^T``, to their sums in fp32.
 Tiles, copies and stores are ``fp8_tiles``'s. The matrix units add up fp8 products in fewer bits than fp32
 has, so each step's product is *promoted*: multiplied by its scales and added in fp32 registers.
 
@@ -26,7 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from fsdmoe.kernels.gluon.compat import as_fp8
+from fsdmoe.kernels.gluon.compat import as_bf16, as_fp8
 from fsdmoe.kernels.gluon.fp8_math import (
     bf16_words,
     block_scale,
@@ -52,6 +53,10 @@ from fsdmoe.kernels.gluon.fp8_tiles import (
 from fsdmoe.kernels.triton.launch import QuickLaunch
 
 _NOWHERE = gl.constexpr(1 << 30)
+# As ``ACCUMULATOR`` lies, for products in bf16, which are half as deep.
+_OF_BF16 = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+)
 
 
 @gluon.jit
@@ -78,6 +83,26 @@ def _end_second(second, empty, index):
     second = warpgroup_mma_wait(0, deps=(second,))
     mbarrier.arrive(empty.index(index), count=1)  # before the sum: the copies of a later step may start
     return second
+
+
+@gluon.jit
+def _term_product(a, columns):
+    # Not into the sums, which would not be lost: but ptxas then spills as many registers as a product has.
+    zeros = gl.zeros([64, 128], gl.float32, layout=_OF_BF16)
+    found = warpgroup_mma(a, columns.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return gl.convert_layout(warpgroup_mma_wait(0, deps=(found,)), ACCUMULATOR)
+
+
+@gluon.jit
+def _plus_term(sums0, sums1, a_bufs, b_bufs, ready, empty, index, phase, HALF: gl.constexpr):
+    """A step of a low-rank term, added to the sums; see ``fp8_tiles``."""
+    mbarrier.wait(ready.index(index), phase)
+    a = as_bf16(a_bufs.index(index), 128).slice(HALF * 64, 64)
+    factors = as_bf16(b_bufs.index(index), 256)
+    sums0 += _term_product(a, factors.slice(0, 128))
+    sums1 += _term_product(a, factors.slice(128, 128))
+    mbarrier.arrive(empty.index(index), count=1)
+    return sums0, sums1
 
 
 @gluon.jit
@@ -156,7 +181,7 @@ def _consumer(
     weights_ptr, source_ptr, act_scales_ptr, offsets_ptr, tile_expert_ptr,
     m, n, steps, capacity, num_experts, num_programs,
     HALF: gl.constexpr, KIND: gl.constexpr, STORE: gl.constexpr, KEEP: gl.constexpr,
-    POWER_OF_TWO: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    POWER_OF_TWO: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TERM: gl.constexpr,
 ):  # fmt: skip
     lanes = HALF * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACCUMULATOR))
     num_panels = capacity // 128
@@ -222,6 +247,9 @@ def _consumer(
             second = _start_second(a_bufs, b_bufs, index, HALF)
             sums1 += _end_second(second, empty, index) * scale1[:, None]
             index, phase = next_stage(index, phase, STAGES)
+        for _piece in gl.static_range(TERM):
+            sums0, sums1 = _plus_term(sums0, sums1, a_bufs, b_bufs, ready, empty, index, phase, HALF)
+            index, phase = next_stage(index, phase, STAGES)
         row = tile_m * 128 + HALF * 64
         if KIND == GATE_UP:
             held0 = _finish_gate_up(
@@ -256,8 +284,9 @@ def _consumer(
 def fp8_gemm_kernel(
     a_desc, b_desc, out_desc, act_desc, out_ptr, a_scales_ptr, b_scales_ptr, weights_ptr, source_ptr,
     act_scales_ptr, offsets_ptr, tile_expert_ptr, m, n, steps, capacity, num_experts, num_programs,
+    narrow_desc, factor_desc,
     KIND: gl.constexpr, STORE: gl.constexpr, KEEP: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, TERM: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 256, 128], b_desc.layout)
@@ -273,17 +302,18 @@ def fp8_gemm_kernel(
                 out_desc, act_desc, out_ptr, a_bufs, b_bufs, c_bufs, ready, empty, a_scales_ptr, b_scales_ptr,
                 weights_ptr, source_ptr, act_scales_ptr, offsets_ptr, tile_expert_ptr,
                 m, n, steps, capacity, num_experts, num_programs,
-                0, KIND, STORE, KEEP, POWER_OF_TWO, GROUP, STAGES,
+                0, KIND, STORE, KEEP, POWER_OF_TWO, GROUP, STAGES, TERM,
             )),
             (_consumer, (
                 out_desc, act_desc, out_ptr, a_bufs, b_bufs, c_bufs, ready, empty, a_scales_ptr, b_scales_ptr,
                 weights_ptr, source_ptr, act_scales_ptr, offsets_ptr, tile_expert_ptr,
                 m, n, steps, capacity, num_experts, num_programs,
-                1, KIND, STORE, KEEP, POWER_OF_TWO, GROUP, STAGES,
+                1, KIND, STORE, KEEP, POWER_OF_TWO, GROUP, STAGES, TERM,
             )),
             (producer, (
                 a_desc, b_desc, a_bufs, b_bufs, ready, empty, offsets_ptr, tile_expert_ptr,
-                m, n, steps, capacity // 128, num_experts, num_programs, KIND, GROUP, STAGES,
+                m, n, steps, capacity // 128, num_experts, num_programs, narrow_desc, factor_desc,
+                KIND, GROUP, STAGES, TERM,
             )),
         ],
         [4, 1],

@@ -15,6 +15,7 @@ from fsdmoe.kernels.gluon.fp8_gemm import fp8_gemm_kernel
 from fsdmoe.kernels.gluon.fp8_tiles import ADD, BULK, GATE_UP, OVERWRITE, PROJECT, WEIGHT_GRAD
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
+from fsdmoe.kernels.triton.grouped_gemm import LowRankTerm
 from fsdmoe.kernels.triton.launch import num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
 
@@ -23,6 +24,8 @@ _LAYOUTS = {
     for dtype, element in ((FP8, gl.float8e4nv), (torch.bfloat16, gl.bfloat16))
     for rows in (64, 128)
 }
+_TERM_RANKS = 64
+"""Of a low-rank term that one step takes, see ``fp8_tiles``."""
 # Registers of a consumer's thread, see ``fp8_gemm``; all three together share 504 a lane.
 _REGISTERS = 216
 _STAGES = 4
@@ -33,14 +36,14 @@ _checked: dict[tuple[Any, ...], dict[str, Any]] = {}
 _MAX_CHECKED = 4096
 
 
-def describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Of a contiguous matrix whose copies move ``rows`` x 128 elements."""
-    key = (matrix.shape, matrix.dtype, rows, matrix.data_ptr() % 16)
+def describe(matrix: torch.Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
+    """Of a contiguous matrix whose copies move ``rows`` x ``columns`` elements."""
+    key = (matrix.shape, matrix.dtype, rows, columns, matrix.data_ptr() % 16)
     fields = _checked.get(key)
     if fields is None:
         layout = _LAYOUTS[matrix.dtype, rows]
-        made = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, BLOCK], layout)
-        made.__dict__["trait"] = matrix.dtype, rows  # what a kernel is compiled for
+        made = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
+        made.__dict__["trait"] = matrix.dtype, rows, columns  # what a kernel is compiled for
         if len(_checked) >= _MAX_CHECKED:
             _checked.clear()
         _checked[key] = {name: value for name, value in vars(made).items() if name != "base"}
@@ -61,6 +64,7 @@ def _launch(
     weights_RK: torch.Tensor | None = None,
     keep: bool = True,
     power_of_two: bool = False,
+    term: LowRankTerm | None = None,
 ) -> None:
     (kind, store), (a, a_scales), (b, b_scales) = what, *operands
     out, act = outputs
@@ -68,6 +72,13 @@ def _launch(
     # What a kind does not use is any tensor of a type that compiles.
     act_codes, act_scales = (a, a_scales) if act is None else act
     staged = out if store == BULK else a
+    narrow_desc = factor_desc = describe(a.view(-1, a.shape[-1]), 128)
+    num_pieces = 0
+    if term is not None:
+        narrow_MQ, factor_ENQ = term
+        num_pieces = -(-narrow_MQ.shape[1] // _TERM_RANKS)
+        narrow_desc = describe(narrow_MQ, 128, _TERM_RANKS)
+        factor_desc = describe(factor_ENQ.view(-1, factor_ENQ.shape[-1]), 128, _TERM_RANKS)
     programs = num_programs(a.device)
     fp8_gemm_kernel[(programs,)](
         describe(a.view(-1, a.shape[-1]), 128),
@@ -88,6 +99,8 @@ def _launch(
         row_map.capacity,
         row_map.num_experts,
         programs,
+        narrow_desc,
+        factor_desc,
         KIND=kind.value,
         STORE=store.value,
         KEEP=keep,
@@ -95,17 +108,20 @@ def _launch(
         GROUP=_GROUP,
         STAGES=_STAGES,
         REGISTERS=_REGISTERS,
+        TERM=num_pieces,
         num_warps=4,
         maxnreg=168,
     )
 
 
-def project(a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype) -> torch.Tensor:
+def project(
+    a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype, term: LowRankTerm | None = None
+) -> torch.Tensor:
     """``a @ weight[e]^T``, ``[M, N]``: a ``[M, K]`` with scales ``[K/128, M]``, weight ``[E, N, K]`` with
-    scales ``[E, N/128, K/128]``."""
+    scales ``[E, N/128, K/128]``. With ``narrow[m] @ factor[e]^T`` added, where a term is given."""
     n, k = weight.codes.shape[1:]
     out_MN = torch.empty(row_map.capacity, n, device=a.codes.device, dtype=dtype)
-    _launch((a, weight), (out_MN, None), row_map, (BLOCK, n, k // BLOCK), (PROJECT, BULK))
+    _launch((a, weight), (out_MN, None), row_map, (BLOCK, n, k // BLOCK), (PROJECT, BULK), term=term)
     return out_MN
 
 
@@ -118,6 +134,7 @@ def gate_up(
     keep: bool,
     power_of_two: bool,
     dtype: torch.dtype,
+    term: LowRankTerm | None = None,
 ) -> tuple[torch.Tensor | None, Codes]:
     """First projection with SwiGLU x weight: the pre-activation ``[2, M, N]`` if it is to be kept, and the
     activation ``[M, N]`` with scales ``[N/128, M]``."""
@@ -139,6 +156,7 @@ def gate_up(
         weights_RK=weights_RK,
         keep=keep,
         power_of_two=power_of_two,
+        term=term,
     )
     return planes if keep else None, act
 

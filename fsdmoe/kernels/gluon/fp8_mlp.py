@@ -189,16 +189,16 @@ class BlockwiseProducts(NamedTuple):
         """For backward: gate_up ``[E, D, 2N]`` and down ``[E, N, D]``."""
         if self.quantized is not None:
             return self.quantized.gate_up_transposed, self.quantized.down_transposed
+        gate_up = self._transposed(given.gate_up_E2ND, self.gate_up_scales)
+        return gate_up, self._transposed(given.down_EDN, self.down_scales)
 
-        def codes(weight: Tensor, found: WeightScales | None) -> Codes:
-            if found is not None:
-                transposed = found.transposed
-                if transposed is None:
-                    transposed = transpose_codes_triton(weight.detach())
-                return Codes(transposed, found.scales.mT.contiguous())
-            return quantize_weight(weight, power_of_two=self.power_of_two, plain=False)[1]
-
-        return codes(given.gate_up_E2ND, self.gate_up_scales), codes(given.down_EDN, self.down_scales)
+    def _transposed(self, weight: Tensor, found: WeightScales | None) -> Codes:
+        if found is not None:
+            transposed = found.transposed
+            if transposed is None:
+                transposed = transpose_codes_triton(weight.detach())
+            return Codes(transposed, found.scales.mT.contiguous())
+        return quantize_weight(weight, power_of_two=self.power_of_two, plain=False)[1]
 
 
 def experts_mlp_fp8(

@@ -6,6 +6,9 @@ matching columns of gate and up.
 
     ready[i]   the producer's copies into stage i have landed          (1 arrival, by the copies)
     empty[i]   both warpgroups have read stage i                       (2 arrivals)
+
+A low-rank term (``narrow[m] @ factor[e]^T`` in bf16, of rank Q) is TERM more steps of 64 ranks: 64 numbers in
+bf16 take the place of 128 in fp8, and copies fill what lies past Q with zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from fsdmoe.kernels.gluon.compat import as_words, tma_load, tma_store
+from fsdmoe.kernels.gluon.compat import as_bf16, as_words, tma_load, tma_store
 
 # What a kernel computes, and where an output tile goes.
 PROJECT, GATE_UP, WEIGHT_GRAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -87,7 +90,8 @@ def gap_of(tile_n, n, KIND: gl.constexpr):
 def producer(
     a_desc, b_desc, a_bufs, b_bufs, ready, empty, offsets_ptr, tile_expert_ptr,
     m, n, steps, num_panels, num_experts, num_programs,
-    KIND: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    narrow_desc, factor_desc,
+    KIND: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TERM: gl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n, num_tiles = count_tiles(offsets_ptr, m, n, num_experts, KIND)
     index = gl.to_tensor(0)
@@ -121,6 +125,19 @@ def producer(
             tma_load(a_desc, [a_row, column], landed, a_bufs.index(index))
             tma_load(b_desc, [b_row, column], landed, b.slice(0, 128))
             tma_load(b_desc, [b_row + gap, column], landed, b.slice(128, 128))
+            index, phase = next_stage(index, phase, STAGES)
+        for piece in gl.static_range(TERM):
+            mbarrier.wait(empty.index(index), phase)
+            landed = ready.index(index)
+            mbarrier.expect(landed, 3 * 128 * 128)
+            if KIND == GATE_UP:
+                factor_row = expert * (2 * n) + tile_n * 128
+            else:
+                factor_row = expert * n + tile_n * 256
+            factors = as_bf16(b_bufs.index(index), 256)
+            tma_load(narrow_desc, [tile_m * 128, piece * 64], landed, as_bf16(a_bufs.index(index), 128))
+            tma_load(factor_desc, [factor_row, piece * 64], landed, factors.slice(0, 128))
+            tma_load(factor_desc, [factor_row + gap, piece * 64], landed, factors.slice(128, 128))
             index, phase = next_stage(index, phase, STAGES)
 
 

@@ -130,15 +130,8 @@ class LowRankProducts(FusedProducts):
         return LowRankOperands(wide, narrow, dy_MQ, dpre_MQ), (dpre_M2N, dpre_MQ, row_map)
 
     def wgrad(self, operands: LowRankOperands, grads: Grads) -> None:
-        wide, narrow, dy_MQ, dpre_MQ = operands
-        dy_MD, act_MN = wide.down
-        self._factor_grad(dy_MQ, act_MN, wide.row_map, grads.down_a)
-        self._factor_grad(dy_MD, narrow.act_MQ, wide.row_map, grads.down_b)
-        rows = GatheredRows(wide.x_RD) if len(wide.x_RD) else permute_rows(wide.x_RD, wide.row_map)
-        self._factor_grad(dpre_MQ, rows, wide.row_map, grads.gate_up_a)
-        self._factor_grad(wide.dpre_M2N, narrow.x_MQ, wide.row_map, grads.gate_up_b)
-        del dy_MD, act_MN
-        super().wgrad(wide, grads)
+        factor_gradients(operands, grads, self.wgrad_spare_sms)
+        super().wgrad(operands.wide, grads)
 
     def gate_up_dgrad(
         self, operands: tuple[torch.Tensor, torch.Tensor | None, RowMap], given: Given, grads: Grads
@@ -187,27 +180,53 @@ class LowRankProducts(FusedProducts):
         *,
         transposed: bool,
     ) -> torch.Tensor | None:
-        """``A x`` (transposed) or ``B^T dy`` for every row, ``[M, Q]``."""
-        if factor is None:
-            return None
-        rank = factor.shape[1] if transposed else factor.shape[2]
-        tile = narrow_tile(row_map.capacity // len(row_map.tile_expert), rank, self.spare_sms)
-        return project(rows, factor, row_map, transposed=transposed, tile=tile)
+        return narrow_product(rows, factor, row_map, transposed=transposed, spare_sms=self.spare_sms)
 
-    def _factor_grad(
-        self,
-        left_MA: torch.Tensor | None,
-        right_MB: torch.Tensor | GatheredRows | None,
-        row_map: RowMap,
-        gradient: Gradient | None,
-    ) -> None:
-        if gradient is None or left_MA is None or right_MB is None or (place := gradient.place()) is None:
-            return
-        buffer, accumulate = place
-        _, a, b = buffer.shape
-        of_a, of_b = factor_tiles(min(a, b), self.wgrad_spare_sms)
-        tile = of_a if a < b else of_b
-        weight_grad(left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile)
+
+def narrow_product(
+    rows: torch.Tensor | GatheredRows,
+    factor: torch.Tensor | None,
+    row_map: RowMap,
+    *,
+    transposed: bool,
+    spare_sms: int = 0,
+) -> torch.Tensor | None:
+    """``A x`` (transposed) or ``B^T dy`` for every row, ``[M, Q]``."""
+    if factor is None:
+        return None
+    rank = factor.shape[1] if transposed else factor.shape[2]
+    tile = narrow_tile(row_map.capacity // len(row_map.tile_expert), rank, spare_sms)
+    return project(rows, factor, row_map, transposed=transposed, tile=tile)
+
+
+def factor_gradients(operands: LowRankOperands, grads: Grads, spare_sms: int = 0) -> None:
+    """Of all factors that want one."""
+    wide, narrow, dy_MQ, dpre_MQ = operands
+    dy_MD, act_MN = wide.down
+    rows = GatheredRows(wide.x_RD) if len(wide.x_RD) else permute_rows(wide.x_RD, wide.row_map)
+    for left_MA, right_MB, gradient in (
+        (dy_MQ, act_MN, grads.down_a),
+        (dy_MD, narrow.act_MQ, grads.down_b),
+        (dpre_MQ, rows, grads.gate_up_a),
+        (wide.dpre_M2N, narrow.x_MQ, grads.gate_up_b),
+    ):
+        _factor_grad(left_MA, right_MB, wide.row_map, gradient, spare_sms)
+
+
+def _factor_grad(
+    left_MA: torch.Tensor | None,
+    right_MB: torch.Tensor | GatheredRows | None,
+    row_map: RowMap,
+    gradient: Gradient | None,
+    spare_sms: int,
+) -> None:
+    if gradient is None or left_MA is None or right_MB is None or (place := gradient.place()) is None:
+        return
+    buffer, accumulate = place
+    _, a, b = buffer.shape
+    of_a, of_b = factor_tiles(min(a, b), spare_sms)
+    tile = of_a if a < b else of_b
+    weight_grad(left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile)
 
 
 def _with_term(tile: Tile) -> Tile:

@@ -15,12 +15,20 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
-from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_swiglu_grad, quantize_weights
+from fsdmoe.kernels.expert_mlp import experts_mlp_reference
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
+from fsdmoe.kernels.gluon import (
+    experts_mlp_fp8,
+    experts_mlp_fp8_low_rank,
+    fp8_launch,
+    fp8_swiglu_grad,
+    quantize_weights,
+)
 from fsdmoe.kernels.triton.fp8_rows import quantize_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.precision.formats import FP8_BLOCKWISE, Recipe, Scaling
 from fsdmoe.precision.quantize import quantize
+from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
 from tests.support import fp8_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -134,3 +142,44 @@ def test_the_layer_equals_the_emulation() -> None:
     ours, exact = (run(inputs, FP8_BLOCKWISE, fused=fused) for fused in (True, False))
     assert_close(ours, exact)
     assert not ours[2][inputs[2] < 0].any()
+
+
+def coded(weight: torch.Tensor) -> QuantizedWeight:
+    """As a frozen weight is kept."""
+    plain = quantize_weights(weight, weight).gate_up
+    return QuantizedWeight(plain.codes, False, scales=WeightScales(plain.scales, (128, 128)))
+
+
+@pytest.mark.parametrize("adapted", ["both", "gate_up", "down"])
+def test_updates_of_frozen_codes_are_as_near_to_float64_as_the_emulation(adapted: str) -> None:
+    x, weights, ids, *frozen = draw()
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((8, D), (2 * N, 8), (8, N), (D, 8))
+    factors = [torch.randn(E, *shape, generator=generator) * shape[1] ** -0.5 for shape in shapes]
+    wanted = {"both": (0, 1, 2, 3), "gate_up": (0, 1), "down": (2, 3)}[adapted]
+    base = ExpertWeights(*map(coded, frozen))
+    policy = ExpertPolicy(recipe=FP8_BLOCKWISE)
+
+    def exact(rows: Rows, updates: LowRankUpdates) -> torch.Tensor:
+        return experts_mlp_reference(rows, ExpertWeights(*(w.double() for w in frozen)), updates=updates)
+
+    def emulated(rows: Rows, updates: LowRankUpdates) -> torch.Tensor:
+        return experts_mlp_quantized(rows, base, policy, FP8_BLOCKWISE, updates)
+
+    def ours(rows: Rows, updates: LowRankUpdates) -> torch.Tensor:
+        return experts_mlp_fp8_low_rank(rows, base, FP8_BLOCKWISE, None, updates)
+
+    def gradients(function: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        chosen = [factors[i] if i in wanted else None for i in range(4)]
+        leaves = [None if t is None else t.to(dtype).requires_grad_() for t in (x, weights, *chosen)]
+        y = function(Rows(leaves[0], leaves[1], ids), LowRankUpdates(*leaves[2:]))
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        given = [leaf for leaf in leaves if leaf is not None]
+        return [y.detach(), *torch.autograd.grad(y, given, dy.to(y.dtype))]
+
+    right = gradients(exact, torch.float64)
+    runs = (gradients(emulated, torch.float32), gradients(ours, torch.float32))
+    for number, (reference, *found) in enumerate(zip(right, *runs, strict=True)):
+        allowed, error = ((each - reference).norm() / reference.norm() for each in found)
+        assert 1e-3 < allowed < 0.2
+        assert error < 1.2 * allowed, f"number {number} is off by {error:.1e}, the emulation by {allowed:.1e}"
