@@ -1,8 +1,9 @@
 """Which frozen weights of a model are kept as codes (``precision.frozen_dtype``), and asking for it.
 
 Those that a recipe could cover (:mod:`fsdmoe.quantized_layers`): projections of attention, of MLPs and of
-experts, in all decoder layers. Routers, norms, embedding and head stay in ``param_dtype``, as do experts
-that are re-ordered for the kernels, and weights whose rows are no whole blocks of four-bit codes.
+experts, in all decoder layers. Layers that one covers multiply by the codes; others decode them. Routers,
+norms, embedding and head stay in ``param_dtype``, as do experts that are re-ordered for the kernels, and
+weights whose rows are no whole blocks of four-bit codes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def coding_of(precision: PrecisionConfig) -> WeightCoding:
     """How frozen weights are kept."""
     if precision.frozen_dtype in ("nf4", "int4"):
         return WeightCoding(FourBit(precision.frozen_dtype, precision.four_bit_block))
-    return WeightCoding(FROZEN)
+    recipe = precision.build_recipe()
+    scaling = None if recipe is None else recipe.gather_scaling
+    return WeightCoding(scaling or FROZEN)
 
 
 def keep_frozen_in_codes(

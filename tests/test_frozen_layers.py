@@ -157,6 +157,32 @@ def test_adapters_learn_as_on_a_base_that_was_rounded_beforehand(
     assert found["adapters"] <= (1e-5 if optimizer == "sgd" else 1e-3)
 
 
+RECIPE: dict[str, Any] = {"param_dtype": "float32", "recipe": "fp8_blockwise", "emulate": True}
+
+
+def by_recipe(mesh: dict[str, int]) -> list[Any]:
+    """Steps by a recipe on codes, by it on a base that was rounded beforehand, and on decoded codes."""
+    meshes = build_meshes(**mesh)
+    model = adapted("qwen3_moe")
+    round_base(model)
+    parallelize(model, meshes, ParallelPolicy(precision=PrecisionConfig(**RECIPE)))
+    codes = ParallelPolicy(precision=PrecisionConfig(frozen_dtype="float8", **RECIPE))
+    decoded = ParallelPolicy(precision=PRECISION["float8"])
+    return [
+        wrapped("qwen3_moe", "lora", "sgd", 2, mesh, codes),
+        train_steps(model, meshes, "sgd", 2),
+        wrapped("qwen3_moe", "lora", "sgd", 2, mesh, decoded),
+    ]
+
+
+@pytest.mark.parametrize(("world", "mesh"), [(1, {}), pytest.param(2, {"ep": 2}, marks=pytest.mark.full)])
+def test_products_of_a_recipe_take_frozen_codes(world: int, mesh: dict[str, int]) -> None:
+    found, rounded_beforehand, decoded = run_ranks(by_recipe, world, mesh)[0]
+    assert max(differences(rounded_beforehand, found).values()) <= 1e-5
+    assert differences(decoded, found)["gradients"] > 1e-3, "rows are rounded too"
+    assert differences(decoded, found)["losses"] < 0.02
+
+
 def refusals() -> list[str]:
     found = []
     for model, mesh in ((adapted("qwen3_moe", "dora"), {}), (tiny_hf("qwen3_moe"), {})):
@@ -170,8 +196,12 @@ def test_what_codes_do_not_go_with_is_refused() -> None:
     dora, trained = run_ranks(refusals, 1)[0]
     assert "precision.frozen_dtype: DoRA reads the rows of whole weights" in dora
     assert "precision.frozen_dtype: expected frozen projections" in trained
-    with pytest.raises(ConfigError, match=r"expected precision.recipe = bf16, got fp8_blockwise"):
-        PrecisionConfig(frozen_dtype="float8", recipe="fp8_blockwise", emulate=True)
+    with pytest.raises(ConfigError, match=r"expected precision.recipe = fp8_blockwise.* got mxfp8"):
+        PrecisionConfig(frozen_dtype="float8", recipe="mxfp8", emulate=True)
+    with pytest.raises(
+        ConfigError, match=r'expected "float8" with precision.recipe = fp8_blockwise, got nf4'
+    ):
+        PrecisionConfig(frozen_dtype="nf4", recipe="fp8_blockwise", emulate=True)
     with pytest.raises(ConfigError, match=r"precision.frozen_block: expected precision.frozen_dtype = "):
         PrecisionConfig(frozen_dtype="float8", frozen_block=64)
     with pytest.raises(ConfigError, match=r"precision.frozen_block: expected one of 32, 64"):

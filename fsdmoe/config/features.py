@@ -128,6 +128,11 @@ ADAPTED_EXPERTS = Feature(
     name="adapters on experts", key="adapter.target_parameters", shown="names, or by default with LoRA",
     off="[]", is_on=lambda chosen: _has_adapters(chosen) and chosen["adapter"].adapts_experts,
 )  # fmt: skip
+TRAINED_ADAPTED_EXPERTS = Feature(
+    name="experts trained next to their adapters", key="adapter.freeze_base", off="true",
+    shown="false with adapters on experts",
+    is_on=lambda chosen: ADAPTED_EXPERTS.is_on(chosen) and TRAINED_BASE.is_on(chosen),
+)  # fmt: skip
 
 # Memory and speed
 OFFLOAD = Feature(
@@ -186,6 +191,11 @@ RECIPE_OF_EXPERTS = Feature(
     name="a recipe that covers experts", key="precision.recipe",
     shown='any but "bf16", with "experts" in precision.covers', off='"bf16"',
     is_on=lambda chosen: RECIPE.is_on(chosen) and "experts" in chosen["precision.covers"],
+)  # fmt: skip
+TORCHAO_EXPERTS = Feature(
+    name="torchao's products of experts", key="precision.backend",
+    shown='"torchao", with "experts" in precision.covers', off='"own"',
+    is_on=lambda chosen: RECIPE_OF_EXPERTS.is_on(chosen) and chosen["precision.backend"] == "torchao",
 )  # fmt: skip
 OTHER_RECIPE = Feature(
     name="a recipe whose experts have no kernels", key="precision.recipe",

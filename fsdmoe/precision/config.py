@@ -21,7 +21,7 @@ ComputeDtype = Literal["bfloat16", "float16", "float32"]
 MainDtype = Literal["float32", "bfloat16"]
 FrozenDtype = Literal["float8", "nf4", "int4"]
 Backend = Literal["auto", "own", "torchao"]
-OWN_KEYS = ("gradient_format", "power_of_two_scales", "statistics", "quantized_weights")
+OWN_KEYS = ("gradient_format", "power_of_two_scales", "statistics", "quantized_weights", "frozen_dtype")
 """What only fsdmoe's own kernels and emulation know."""
 FOUR_BIT_BLOCKS = {"nf4": 64, "int4": 128}
 
@@ -75,7 +75,8 @@ class PrecisionConfig:
     what they are."""
     frozen_dtype: FrozenDtype | None = None
     """What frozen matrices of decoder layers are kept and sent in, and decoded from where they are used.
-    float8: E4M3 with a scale for each block of 128 x 128, half of the memory of bfloat16. nf4: torchao's
+    float8: E4M3 with a scale for each block of 128 x 128, half of the memory of bfloat16; with recipe =
+    "fp8_blockwise", products of covered layers take the codes as they are. nf4: torchao's
     NF4, 16 quantiles of a normal distribution with a scale for each 64 elements, 0.53 bytes an element.
     int4: torchao's int4, scale and zero for each 128 elements, 0.53 bytes. none is param_dtype. For adapters
     (docs/adapters.md)."""
@@ -166,10 +167,15 @@ class PrecisionConfig:
                     'precision.param_dtype: expected bfloat16 with precision.backend = "torchao", whose '
                     f'products take no other, got {self.param_dtype}; set it, or precision.backend = "own"'
                 )
-        if self.frozen_dtype is not None and self.recipe != "bf16":
+        if self.frozen_dtype not in (None, "float8") and self.recipe != "bf16":
             problems.append(
-                f"precision.frozen_dtype: expected precision.recipe = bf16, got {self.recipe}, whose "
-                "products take frozen weights in param_dtype; drop one of them"
+                f'precision.frozen_dtype: expected "float8" with precision.recipe = {self.recipe}, got '
+                f'{self.frozen_dtype}, whose codes no product takes; set "float8", or recipe = "bf16"'
+            )
+        if self.frozen_dtype == "float8" and self.recipe not in ("bf16", "fp8_blockwise", "fp8_fast"):
+            problems.append(
+                "precision.frozen_dtype: expected precision.recipe = fp8_blockwise, whose products take its "
+                f"codes, or bf16, got {self.recipe}; set one of them, or drop frozen_dtype"
             )
         if self.recipe == "bf16":
             defaults = PrecisionConfig.__dataclass_fields__
