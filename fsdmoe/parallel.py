@@ -57,7 +57,6 @@ from fsdmoe.tensor_parallel.split import parallelize_tensors
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 _FLEX = "flex_state"
-_KEEP_ALL = MemoryConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +190,12 @@ def parallelize(
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
     if policy.experts.dispatcher == FlexDispatcher.name:
         _share_buffers(inner, meshes, policy)
-    states = [] if policy.precision.recipe == "bf16" else _quantize(model, meshes, policy.precision)
+    states = [] if policy.precision.recipe == "bf16" else _quantize(model, meshes, policy)
     if policy.precision.frozen_dtype is not None:
         logger.info("precision: %s", keep_frozen_in_codes(inner, policy.precision, meshes))
     if policy.precision.qat is not None:
         logger.info("precision: %s", round_weights(inner, policy.precision, meshes))
-    small_chunks = policy.memory != _KEEP_ALL and _keep_less(inner, meshes, policy.memory, kind)
+    small_chunks = policy.memory.changes_calls and _keep_less(inner, meshes, policy.memory, kind)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(inner, meshes, sharding, init_fn=init_fn)
@@ -283,9 +282,10 @@ def _share_buffers(model: nn.Module, meshes: Meshes, policy: ParallelPolicy) -> 
         setattr(model, _FLEX, state)
 
 
-def _quantize(model: nn.Module, meshes: Meshes, precision: PrecisionConfig) -> list[OperandState]:
+def _quantize(model: nn.Module, meshes: Meshes, policy: ParallelPolicy) -> list[OperandState]:
     """Give the recipe to the layers that it covers; the states of their operands, where they are wanted."""
-    covered = apply_recipe(model, precision, meshes.facts)
+    precision = policy.precision
+    covered = apply_recipe(model, precision, meshes.facts, keeps_codes=policy.memory.keep == "codes")
     assert covered is not None
     logger.info("precision: %s", covered.line)
     note = REPLACED.get(precision.recipe)

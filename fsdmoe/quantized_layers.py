@@ -46,6 +46,7 @@ from fsdmoe.rewrites import Rewrite, computed_by, foreign_forward, rewrite
 
 _TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_OUTPUT = re.compile(r"\.(o|out|output)_proj$|\.(wo|dense)$")
 _PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = (
     ("shared", re.compile(r"\.shared_experts?\.(gate|up|down)_proj$")),
     ("attention", re.compile(r"\.(self_attn|attention|attn)\.(\w+\.)*\w+$")),
@@ -126,9 +127,14 @@ class Covered(NamedTuple):
 
 
 def apply_recipe(
-    model: nn.Module, precision: PrecisionConfig, facts: Sequence[RankFacts] = ()
+    model: nn.Module,
+    precision: PrecisionConfig,
+    facts: Sequence[RankFacts] = (),
+    *,
+    keeps_codes: bool = False,
 ) -> Covered | None:
-    """Give the recipe to every layer that it covers; None without a recipe. ``facts``: of all ranks."""
+    """Give the recipe to every layer that it covers; None without a recipe. ``facts``: of all ranks.
+    ``keeps_codes``: see ``memory.keep``."""
     recipe = precision.build_recipe()
     if recipe is None:
         return None
@@ -152,13 +158,16 @@ def apply_recipe(
             found["kept"] += 1
         else:
             states += _give(module, recipe, name, precision, products)
+            if keeps_codes:
+                _keep_codes_of_input(module, name, part)
             given[module] = part
             found[part] += 1
     if precision.quantized_weights:
         others = {p for m in model.modules() if m not in given for p in m.parameters(recurse=False)}
         for module, part in given.items():
             found["travel"] += _quantize_weights(module, recipe, others, transposed=part in fused)
-    return Covered(_line(recipe, precision, found), states)
+    line = _line(recipe, precision, found)
+    return Covered(f"{line}; codes are kept for backward" if keeps_codes else line, states)
 
 
 def _line(recipe: Recipe, precision: PrecisionConfig, found: Counter[str]) -> str:
@@ -249,6 +258,20 @@ def _give(
     (state,) = _states((name,), precision)
     module.quantized = LinearPolicy(recipe, precision.emulate, state, products=products)
     return [] if state is None else [state]
+
+
+def _keep_codes_of_input(module: Any, name: str, part: Part) -> None:
+    """Of what nobody else keeps: attention keeps its output anyway, and the router the input of the shared
+    experts. Experts know themselves whether rows are their own."""
+    owner = module if isinstance(module, GroupedExperts) else parallel_forward_of(module)
+    if owner is not None:
+        owner.policy = owner.policy._replace(keeps_codes=True)
+        return
+    is_kept_anyway = {
+        "attention": _OUTPUT.search(name) is not None,
+        "shared": not name.endswith(".down_proj"),
+    }
+    module.quantized = module.quantized._replace(keeps_codes=not is_kept_anyway.get(part, False))
 
 
 def _check_widths(name: str, module: nn.Module, products: Products) -> None:

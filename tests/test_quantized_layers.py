@@ -74,6 +74,24 @@ def test_every_part_is_covered_and_routers_norms_and_head_are_not() -> None:
     )
 
 
+def test_codes_are_kept_of_inputs_that_nobody_else_keeps() -> None:
+    """Attention keeps its output, and the router what shared experts read."""
+    model = build_model(MODELS["deepseek_v3"])
+    found = apply_recipe(model, emulated(), keeps_codes=True)
+    assert found is not None
+    assert found.line.endswith("; codes are kept for backward")
+    linears = {name: layer for name, layer in model.named_modules() if getattr(layer, "quantized", None)}
+    values = {name for name, layer in linears.items() if not layer.quantized.keeps_codes}
+    layers = [f"model.layers.{index}." for index in range(2)]
+    assert values == {f"{layer}self_attn.o_proj" for layer in layers} | {
+        f"{layers[1]}mlp.shared_experts.{name}_proj" for name in ("gate", "up")
+    }
+    experts = model.get_submodule(f"{layers[1]}mlp.experts")
+    assert isinstance(experts, GroupedExperts)
+    assert experts.policy.keeps_codes
+    assert not experts.policy.has_own_rows  # of one rank: the router keeps them
+
+
 def test_parts_layers_and_patterns_are_kept_out() -> None:
     model = build_model(MODELS["deepseek_v3"])
     line = covered_line(model, emulated(covers=("attention",), keep_first_layers=1, keep=("*.o_proj",)))

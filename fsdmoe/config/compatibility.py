@@ -166,6 +166,13 @@ OTHER_ROWS = (
     Row(on.PAIRS, on.REPLAY, NOT_BUILT, _RECORDED),
 )  # fmt: skip
 
+KEPT_CODES_ROWS = (
+    Row(on.KEPT_CODES, on.NOT_BLOCKWISE, CANNOT, "codes are those that fp8_blockwise makes"),
+    Row(on.KEPT_CODES, on.EMULATION, CANNOT, "the emulation rounds values, and keeps these"),
+    Row(on.KEPT_CODES, on.TORCHAO_PRODUCTS, NOT_BUILT, "torchao keeps what it was given"),
+    Row(on.KEPT_CODES, on.OFFLOAD, NOT_BUILT, "codes have no names by which they could be offloaded"),
+)
+
 MUON_ROWS = (
     Row(MUON, STATE_OFFLOAD, NOT_BUILT, "matrices are stepped together, not in chunks of elements"),
     Row(MUON, SMALL_MOMENTS, NOT_BUILT, "momentum is kept in float32 or bfloat16"),
@@ -222,7 +229,7 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 REFUSED: tuple[Row, ...] = (
     *GRAPH_ROWS, *SUB_BATCH_ROWS, *CLONE_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS,
-    *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
+    *KEPT_CODES_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(
     Row(MUON, other, RIGHT, "tests/behaviour/optim/test_muon_pairs.py")

@@ -135,6 +135,7 @@ TRAINED_ADAPTED_EXPERTS = Feature(
 )  # fmt: skip
 
 # Memory and speed
+KEPT_CODES = choice("codes kept for backward", "memory.keep", "codes", "values")
 OFFLOAD = Feature(
     name="activations in host memory", key="memory.offload", shown="names", off="[]",
     is_on=lambda chosen: bool(chosen["memory.offload"]),
@@ -203,6 +204,12 @@ OTHER_RECIPE = Feature(
     off=" or ".join(f'"{name}"' for name in _CAPTURED_RECIPES),
     is_on=lambda chosen: chosen["precision.recipe"] not in _CAPTURED_RECIPES,
 )  # fmt: skip
+NOT_BLOCKWISE = Feature(
+    name="a recipe without scales of 1 x 128", key="precision.recipe", shown='any but "fp8_blockwise"',
+    off='"fp8_blockwise"',
+    is_on=lambda chosen: chosen["precision.recipe"] not in ("fp8_blockwise", "fp8_fast"),
+)  # fmt: skip
+TORCHAO_PRODUCTS = choice("torchao's products", "precision.backend", "torchao", "own")
 WEIGHTS_QUANTIZED_IN_USE = Feature(
     name="weights quantised where they are used", key="precision.quantized_weights",
     shown="false with a recipe", off="true",

@@ -232,10 +232,13 @@ class MoE(nn.Module):
             self._routed: RoutedExperts = ClonedExperts(dispatcher, *counts, experts=self.experts)
         else:
             self._routed = RoutedExperts(dispatcher, *counts)
-        if self.experts.policy.spare_sms != self._routed.spare_sms:
-            self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
-        if self.fc1_latent_proj is None and not dispatcher.crosses_ranks:
-            # The router keeps the very rows that experts compute with: named before either keeps them.
+        # Else the router keeps the very rows that experts compute with.
+        has_own_rows = self.fc1_latent_proj is not None or dispatcher.crosses_ranks
+        policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms, has_own_rows=has_own_rows)
+        if self.experts.policy != policy:
+            self.experts.policy = policy
+        if not has_own_rows:
+            # Named before either keeps them.
             self.memory_calls |= plain_calls("route")
         else:
             self.memory_calls.pop("route", None)

@@ -128,8 +128,11 @@ def compute_experts(
     weights: ExpertWeights,
     updates: LowRankUpdates = NO_UPDATES,
     late: LateGrads | None = None,
+    *,
+    keeps_rows: bool = True,
 ) -> Tensor:
-    """``y_RD`` by ``products``; with ``late``, backward leaves :meth:`~ExpertProducts.wgrad` there."""
+    """``y_RD`` by ``products``; with ``late``, backward leaves :meth:`~ExpertProducts.wgrad` there. Without
+    ``keeps_rows`` backward is given an empty x: the products keep what they need of it."""
     x_RD, weights_RK, ids_RK = rows
     given = ExpertInputs(x_RD, weights_RK, *weights, *updates)
     if not torch.is_grad_enabled():  # which the function itself is not told
@@ -137,11 +140,11 @@ def compute_experts(
     # Asked for here: what autograd hands to backward may be another tensor, without its sink.
     sinks = ExpertInputs(None, None, *[None if each is None else sink_of(each) for each in weights])
     if torch._C._current_graph_task_id() == -1:  # not ``is_in_backward``, without its call in every layer
-        return _Experts.apply(_Call(products, sinks, late), ids_RK, *given)
+        return _Experts.apply(_Call(products, sinks, late, keeps_rows), ids_RK, *given)
     # Computed again: that stops at the last tensor which backward needs. Usually it is one of these, and an
     # output that is a node of its own is left out.
     down: list[Callable[[], Tensor]] = []
-    return _Output.apply(_Experts.apply(_Call(products, sinks, late, down), ids_RK, *given), down)
+    return _Output.apply(_Experts.apply(_Call(products, sinks, late, keeps_rows, down), ids_RK, *given), down)
 
 
 class _Call(NamedTuple):
@@ -150,6 +153,7 @@ class _Call(NamedTuple):
     products: ExpertProducts
     sinks: ExpertInputs[GradSink | None]
     late: LateGrads | None
+    keeps_rows: bool
     down: list[Callable[[], Tensor]] | None = None
     """Takes the second projection, where :class:`_Output` computes it; a stand-in is returned then."""
 
@@ -161,7 +165,8 @@ class _Experts(torch.autograd.Function):
         activated, kept = call.products.gate_up(given, ids_RK, keep=any(ctx.needs_input_grad))
         ctx.call = call
         ctx.kinds = ExpertInputs, *map(type, kept)
-        ctx.save_for_backward(*tensors, *itertools.chain(*kept))
+        saved = given if call.keeps_rows else given._replace(x_RD=given.x_RD.new_empty(0))
+        ctx.save_for_backward(*saved, *itertools.chain(*kept))
         del kept
         if call.down is None:
             return call.products.down(given, activated)
@@ -171,7 +176,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
-        products, sinks, late, _ = ctx.call
+        products, sinks, late, *_ = ctx.call
         given, *kept = _restored(ctx.kinds, ctx.saved_tensors)
         inputs = zip(given, sinks, ctx.needs_input_grad[2:], strict=True)
         grads: Grads = ExpertInputs(*[Gradient(of, sink) if wanted else None for of, sink, wanted in inputs])

@@ -92,6 +92,10 @@ class ExpertPolicy(NamedTuple):
 
     products: Products | None = None
     """With a recipe: another engine's, chosen by ``precision.backend``."""
+    keeps_codes: bool = False
+    """With ``fp8_blockwise`` and its kernels: codes for backward, instead of values."""
+    has_own_rows: bool = False
+    """Rows are no tensor that somebody else keeps for backward anyway: they came from other ranks."""
 
     @property
     def may_be_late(self) -> bool:

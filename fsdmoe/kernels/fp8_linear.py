@@ -4,8 +4,8 @@
 =====================  =======================================================================================
 forward                x as it lies, the weight as it lies
 backward               dy both ways round in one pass; the weight transposed; x transposed
-kept for backward      x in its own precision, which layers side by side share, and the few scales that its
-                       transpose takes over from forward
+kept for backward      x in its own precision, which layers side by side share, or the codes of forward
+                       (``memory.keep``); and the few scales that its transpose takes over from forward
 =====================  =======================================================================================
 
 Layers that read the same tensor (q, k, v; gate and up) quantise it once: the last one is remembered. A weight
@@ -17,6 +17,7 @@ Sizes: T tokens, K inputs, N outputs.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -33,7 +34,7 @@ from fsdmoe.kernels.fp8_operands import (
     takes_products,
     takes_shape,
 )
-from fsdmoe.kernels.fp8_quantize import quantize_both, transpose_codes
+from fsdmoe.kernels.fp8_quantize import decode, quantize_both, transpose_codes
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
 from fsdmoe.precision.formats import Recipe, Scaling
@@ -63,15 +64,15 @@ def codes_of(weight_NK: Tensor, kept: KeptCodes | None) -> GivenCodes:
 
 def forward_product(
     x: Tensor, weight_NK: Tensor, recipe: Recipe, given: GivenCodes, watch: Watch
-) -> tuple[Tensor, Tensor | None]:
-    """``y``, and the scales of x transposed where they are known by now."""
+) -> tuple[Tensor, InputCodes]:
+    """``y``, and what x was quantised to."""
     x_TK, scaling = x.reshape(-1, x.shape[-1]), recipe.forward.first
     transposed = _second(recipe.wgrad)
 
-    def make() -> _InputCodes:
+    def make() -> InputCodes:
         rows, _ = quantize_both(x_TK, Wanted(scaling), None)
         assert rows is not None
-        return _InputCodes(rows, scales_of_all_tokens(rows, transposed))
+        return InputCodes(rows, scales_of_all_tokens(rows, transposed))
 
     made = _inputs.get(x, (scaling, transposed), make)
     watch.collect_in_forward("input", x_TK, scaling)
@@ -79,7 +80,7 @@ def forward_product(
     if not isinstance(given, WeightScales):
         watch.collect_in_forward("weight", weight_NK, recipe.forward.second)
     y_TN = scaled_matmul(made.rows, plain, x.dtype)[: len(x_TK)]
-    return y_TN.view(*x.shape[:-1], -1), made.transposed_scales
+    return y_TN.view(*x.shape[:-1], -1), made
 
 
 def quantize_gradient(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, transposed: bool) -> Both:
@@ -93,17 +94,40 @@ def quantize_gradient(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: boo
     return quantize_both(grad_y_TN, of_rows, of_transposed)
 
 
-def input_gradient(rows: Operand, x: Tensor, weight_KN: Operand) -> Tensor:
-    grad_x = scaled_matmul(rows, weight_KN, x.dtype)
-    return grad_x[: x.numel() // x.shape[-1]].view(x.shape)
+def input_gradient(rows: Operand, shape: torch.Size, dtype: torch.dtype, weight_KN: Operand) -> Tensor:
+    """In the shape and precision of the input."""
+    grad_x = scaled_matmul(rows, weight_KN, dtype)
+    return grad_x[: math.prod(shape[:-1])].view(shape)
 
 
-def transposed_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Watch) -> Operand:
-    scaling, x_TK = _second(recipe.wgrad), x.reshape(-1, x.shape[-1])
-    both = _transposed_inputs.get(x, scaling, lambda: quantize_both(x_TK, None, Wanted(scaling, x_scales)))
-    watch.collect("input", x_TK.t(), scaling)
-    assert both.transposed is not None
-    return both.transposed
+class KeptInput(NamedTuple):
+    """What backward has of an input."""
+
+    values: Tensor
+    """Or codes, of as many rows as products take."""
+    code_scales: Tensor | None
+    """Of codes, 1 x 128."""
+    transposed_scales: Tensor | None
+    """Where they are known by now."""
+
+    def rows(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """``[T, K]``."""
+        if self.code_scales is None:
+            return self.values.reshape(-1, shape[-1])
+        return decode(Operand(self.values, self.code_scales, "block"), dtype)[: math.prod(shape[:-1])]
+
+    def transposed(self, recipe: Recipe, shape: torch.Size, dtype: torch.dtype, watch: Watch) -> Operand:
+        """The operand of the weight gradient."""
+        scaling = _second(recipe.wgrad)
+
+        def make() -> Both:
+            return quantize_both(self.rows(shape, dtype), None, Wanted(scaling, self.transposed_scales))
+
+        both = _transposed_inputs.get(self.values, scaling, make)
+        if watch.counts:
+            watch.collect("input", self.rows(shape, dtype).t(), scaling)
+        assert both.transposed is not None
+        return both.transposed
 
 
 def deliver_product(
@@ -179,12 +203,18 @@ def transposed_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> O
 # Inputs that several layers share
 
 
-class _InputCodes(NamedTuple):
+class InputCodes(NamedTuple):
     """As the forward product reads it."""
 
     rows: Operand
     transposed_scales: Tensor | None
     """Of its transpose, where they are known by now."""
+
+    def kept(self, x: Tensor, *, codes: bool) -> KeptInput:
+        """For backward: ``x``, or the codes of its rows."""
+        if codes:
+            return KeptInput(self.rows.codes_RC, self.rows.scales, self.transposed_scales)
+        return KeptInput(x, None, self.transposed_scales)
 
 
 Made = TypeVar("Made")
@@ -210,5 +240,5 @@ class _Latest(Generic[Made]):
             self._entry = None
 
 
-_inputs: _Latest[_InputCodes] = _Latest()
+_inputs: _Latest[InputCodes] = _Latest()
 _transposed_inputs: _Latest[Both] = _Latest()

@@ -22,12 +22,12 @@ from torch.autograd.function import once_differentiable
 from fsdmoe.kernels.fp8_linear import (
     GivenCodes,
     KeptCodes,
+    KeptInput,
     codes_of,
     deliver_product,
     forward_product,
     input_gradient,
     quantize_gradient,
-    transposed_input,
     transposed_weight,
 )
 from fsdmoe.kernels.fp8_operands import Operand, is_blockwise
@@ -44,9 +44,11 @@ def fp8_linear(
     recipe: Recipe,
     watch: Watch = UNWATCHED,
     kept: KeptCodes | None = None,
+    *,
+    keeps_codes: bool = False,
 ) -> Tensor:
     """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
-    return fp8_linears(x, (weight_NK,), recipe, (watch,), (kept,))[0]
+    return fp8_linears(x, (weight_NK,), recipe, (watch,), (kept,), keeps_codes=keeps_codes)[0]
 
 
 def fp8_linears(
@@ -55,10 +57,13 @@ def fp8_linears(
     recipe: Recipe,
     watches: Sequence[Watch],
     kept: Sequence[KeptCodes | None],
+    *,
+    keeps_codes: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``x @ weight.T`` of each; gradients go to the weights' sinks. All weights are trained, or none is."""
+    """``x @ weight.T`` of each; gradients go to the weights' sinks. All weights are trained, or none is.
+    ``keeps_codes``: for backward, of x with scales of 1 x 128, instead of x."""
     given = tuple(map(codes_of, weights_NK, kept))
-    return _Fp8Linears.apply(x, recipe, given, tuple(watches), *weights_NK)
+    return _Fp8Linears.apply(x, recipe, given, tuple(watches), keeps_codes, *weights_NK)
 
 
 class _Fp8Linears(torch.autograd.Function):
@@ -69,11 +74,13 @@ class _Fp8Linears(torch.autograd.Function):
         recipe: Recipe,
         given: tuple[GivenCodes, ...],
         watches: tuple[Watch, ...],
+        keeps_codes: bool,
         *weights_NK: Tensor,
     ) -> tuple[Tensor, ...]:
         layers = zip(weights_NK, given, watches, strict=True)
         made = [forward_product(x, weight, recipe, own, watch) for weight, own, watch in layers]
-        ctx.save_for_backward(x, made[0][1], *weights_NK)
+        ctx.save_for_backward(*made[0][1].kept(x, codes=keeps_codes), *weights_NK)
+        ctx.of_x = x.shape, x.dtype
         ctx.sinks = [sink_of(weight) for weight in weights_NK]
         ctx.recipe, ctx.given, ctx.watches = recipe, given, watches
         return tuple(y for y, _ in made)
@@ -81,32 +88,34 @@ class _Fp8Linears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_scales, *weights_NK = ctx.saved_tensors
+        values, code_scales, transposed_scales, *weights_NK = ctx.saved_tensors
+        x = KeptInput(values, code_scales, transposed_scales)
+        shape, dtype = ctx.of_x
         recipe = ctx.recipe
-        needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+        needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
         grad_x: Tensor | None = None
         grad_weights: list[Tensor | None] = [None for _ in weights_NK]
         weights = list(zip(weights_NK, ctx.given, strict=True))
         x_KT: Operand | None = None
         if is_joint(recipe, weights_NK):
             if needs_weights:
-                x_KT = transposed_input(x, recipe, x_scales, ctx.watches[0])
+                x_KT = x.transposed(recipe, shape, dtype, ctx.watches[0])
             rows, columns = _quantize_side_by_side(grads, recipe, ctx.watches)
             if needs_x:
                 transposed = [transposed_weight(weight, recipe, given) for weight, given in weights]
-                grad_x = input_gradient(rows, x, _next_to_each_other(transposed))
+                grad_x = input_gradient(rows, shape, dtype, _next_to_each_other(transposed))
             if x_KT is not None:
                 grad_weights = _deliver_all(columns, x_KT, ctx.sinks, weights_NK)
-            return grad_x, None, None, None, *grad_weights
+            return grad_x, None, None, None, None, *grad_weights
         for i, (weight, given) in enumerate(weights):
             both = quantize_gradient(grads[i], recipe, ctx.watches[i], rows=needs_x, transposed=needs_weights)
             if both.rows is not None:
-                part = input_gradient(both.rows, x, transposed_weight(weight, recipe, given))
+                part = input_gradient(both.rows, shape, dtype, transposed_weight(weight, recipe, given))
                 grad_x = part if grad_x is None else grad_x.add_(part)
             if both.transposed is not None:
-                x_KT = x_KT or transposed_input(x, recipe, x_scales, ctx.watches[0])
+                x_KT = x_KT or x.transposed(recipe, shape, dtype, ctx.watches[0])
                 grad_weights[i] = deliver_product(both.transposed, x_KT, ctx.sinks[i], weight.dtype)
-        return grad_x, None, None, None, *grad_weights
+        return grad_x, None, None, None, None, *grad_weights
 
 
 def is_joint(recipe: Recipe, weights_NK: Sequence[Tensor]) -> bool:

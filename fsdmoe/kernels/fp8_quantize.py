@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.fp8_operands import BLOCK, Both, Wanted, quantize_both_reference
+from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, quantize_both_reference
 from fsdmoe.precision.formats import Scaling
 
 
@@ -31,6 +31,14 @@ def quantize_side_by_side(parts_RC: Sequence[Tensor], rows: Scaling, transposed:
         parts_RC = [part if part.stride(1) == 1 else part.contiguous() for part in parts_RC]
         return fused.quantize_side_by_side_triton(parts_RC, Wanted(rows), Wanted(transposed), padded)
     return quantize_both_reference(torch.cat(list(parts_RC), 1), Wanted(rows), Wanted(transposed), padded)
+
+
+def decode(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """What codes with scales of 1 x 128 stand for."""
+    fused = triton_for(operand.scales)
+    if fused is not None:
+        return fused.decode_rows(operand.codes_RC, operand.scales, dtype)
+    return operand.values().to(dtype)
 
 
 def transpose_codes(codes_RC: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ class LinearPolicy(NamedTuple):
     """The codes of its weight, where it stays in memory whole."""
     products: Products | None = None
     """Another engine's, chosen by ``precision.backend``."""
+    keeps_codes: bool = False
+    """Of the input for backward, instead of the input: with scales of 1 x 128."""
 
 
 # What was quantised is remembered: a compiled graph would not see it.
@@ -58,7 +60,7 @@ def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tens
     recipe, watch = policy.recipe, watch_of(policy.state)
     refuse_other_codes(weight_NK, recipe)
     if takes_fp8_products(x) and supports_linear(recipe, x, weight_NK):
-        return fp8_linear(x, weight_NK, recipe, watch, policy.kept)
+        return fp8_linear(x, weight_NK, recipe, watch, policy.kept, keeps_codes=policy.keeps_codes)
     if not policy.emulate and x.numel():
         raise ConfigError(
             f"precision.recipe: expected layers that products of {recipe.name} take (bfloat16 on Hopper, "
@@ -105,7 +107,10 @@ def linears_by_recipe(
     for weight in weights_NK:
         refuse_other_codes(weight, recipe)
     watches = [watch_of(policy.state) for policy in policies]
-    return fp8_linears(x, weights_NK, recipe, watches, [policy.kept for policy in policies])
+    kept = [policy.kept for policy in policies]
+    # Values that one of them keeps serve all.
+    keeps_codes = all(policy.keeps_codes for policy in policies)
+    return fp8_linears(x, weights_NK, recipe, watches, kept, keeps_codes=keeps_codes)
 
 
 def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:

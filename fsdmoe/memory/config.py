@@ -19,6 +19,8 @@ Activation = Literal[
     "expert_input", "expert_pre_activation",
 ]  # fmt: skip
 
+Kept = Literal["values", "codes"]
+
 _RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
@@ -26,6 +28,10 @@ _RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 class MemoryConfig:
     """What a step keeps from forward to backward, and where."""
 
+    keep: Kept = "values"
+    """With precision.recipe = "fp8_blockwise" and its kernels: as what its layers keep inputs and experts'
+    pre-activations for backward. values: in param_dtype. codes: in fp8 with a scale for each 128 elements,
+    half the memory; inputs that another operation keeps anyway stay values (docs/memory.md)."""
     recompute: tuple[PartOrAuto, ...] = ()
     """Parts of a layer whose results backward computes again instead of keeping them: norms (with rotary
     positions), activation (built into routed experts in any case), mla_up, attention_projections, router,
@@ -56,6 +62,7 @@ class MemoryConfig:
             for name in chosen:
                 refuse(one_of("memory", {key: name}, {key: get_args(names)}))
         problems = at_least("memory", vars(self), {"offload_keep_last": 0, "offload_limit_gib": 0})
+        problems += one_of("memory", {"keep": self.keep}, {"keep": get_args(Kept)})
         others = [name for name in self.recompute if name not in ("layer", "activation")]
         if "layer" in self.recompute and others:
             problems.append(
@@ -76,6 +83,11 @@ class MemoryConfig:
     def is_open(self) -> bool:
         """Whether what is recomputed is yet to be decided."""
         return "auto" in self.recompute
+
+    @property
+    def changes_calls(self) -> bool:
+        """Whether layers are called otherwise: something is recomputed, or waits elsewhere."""
+        return bool(self.recompute or self.offload)
 
     @property
     def wants_small_chunks(self) -> bool:

@@ -18,7 +18,7 @@ Sizes of a token: D hidden, H and G query and key-value heads of width d, E expe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -31,6 +31,8 @@ FP32 = 4
 INT32 = 4
 INT64 = 8
 ROW_ALIGNMENT = 128  # of an expert's rows in the fused kernels
+CODE_BYTES = 1 + FP32 / 128
+"""Of an element in fp8, with its part of a scale."""
 
 
 class KeptTensor(NamedTuple):
@@ -61,11 +63,23 @@ class LayerView:
     skew: float = 1.0
     """Of other dispatchers: what reaches this rank, as a multiple of that."""
     is_fused: bool = True
+    coded: frozenset[str] = frozenset()
+    """Parts (``precision.covers``) whose layers keep codes."""
+
+    def kept_size(self, part: str) -> float:
+        """Bytes of an element that only layers of this part keep."""
+        return CODE_BYTES if part in self.coded else self.itemsize
+
+    def freed_with(self, part: str, *names: str) -> tuple[str, ...]:
+        """What frees the input of such a layer: recomputing whatever made it does not free its codes."""
+        return () if part in self.coded else names
 
 
 @lru_cache(maxsize=4096)
 def layer_tensors(model: ModelConfig, kind: LayerKind, view: LayerView) -> tuple[KeptTensor, ...]:
     """Of one layer; the input of the layer comes first."""
+    if kind == "depth":  # which no recipe covers
+        view = replace(view, coded=frozenset())
     hidden = model.hidden_size * view.itemsize
     found = [KeptTensor("layer input", hidden, activation="layer_input")]
     found += _norm("input norm", model.hidden_size, 1, view)
@@ -76,10 +90,17 @@ def layer_tensors(model: ModelConfig, kind: LayerKind, view: LayerView) -> tuple
     is_gathered = kind == "dense" and view.tp > 1
     freed = () if is_gathered else ("norms",)
     times = view.tp if is_gathered else 1
-    found.append(KeptTensor("input of the MLP or the experts", times * hidden, freed, 0, "mlp_input"))
+    mlp_input = KeptTensor("input of the MLP or the experts", times * hidden, freed, 0, "mlp_input")
     if kind == "dense":
-        found += _gated_mlp("MLP", model.intermediate_size * view.itemsize)
+        found.append(
+            mlp_input._replace(
+                nbytes=times * model.hidden_size * view.kept_size("dense"),
+                freed_by=view.freed_with("dense", *freed),
+            )
+        )
+        found += _gated_mlp("MLP", model.intermediate_size, view, "dense")
     else:
+        found.append(mlp_input)
         found += _experts(model, view)
     if kind == "depth":
         found += [
@@ -151,15 +172,16 @@ def _latent_attention(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     joint = (model.kv_lora_rank + model.qk_rope_head_dim) * size
     down = ("attention_projections",)
     # Under tp the gathered latents are kept, which no norm gives again.
-    latent = ("norms", *down) if view.tp == 1 else ()
+    latent = view.freed_with("attention", *(("norms", *down) if view.tp == 1 else ()))
+    coded = view.kept_size("attention")
     found = [_attention_input(model, view, is_gathered=rank is None)]
     if rank is not None:
         found += [
             KeptTensor("query latent before its norm", rank * size, down, 0, "qkv"),
             *_norm("query latent norm", rank, 1, view),
-            KeptTensor("query latent", view.tp * rank * size, latent, 0, "qkv"),
+            KeptTensor("query latent", view.tp * rank * coded, latent, 0, "qkv"),
         ]
-    gathered = model.kv_lora_rank * size if view.tp == 1 else view.tp * joint
+    gathered = model.kv_lora_rank * coded if view.tp == 1 else view.tp * joint
     return [
         *found,
         KeptTensor("key-value latent before its norm", joint, down, 0, "qkv"),
@@ -177,20 +199,22 @@ def _latent_attention(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
 
 def _attention_input(model: ModelConfig, view: LayerView, *, is_gathered: bool = True) -> KeptTensor:
     times = view.tp if is_gathered else 1
-    freed = ("norms",) if times == 1 else ()
-    return KeptTensor(
-        "input of attention", times * model.hidden_size * view.itemsize, freed, 0, "attention_input"
-    )
+    freed = view.freed_with("attention", *(("norms",) if times == 1 else ()))
+    width = model.hidden_size * view.kept_size("attention")
+    return KeptTensor("input of attention", times * width, freed, 0, "attention_input")
 
 
-def _gated_mlp(name: str, width: float) -> list[KeptTensor]:
-    """Of a dense MLP or of shared experts; the activation keeps both of its results."""
+def _gated_mlp(name: str, size: int, view: LayerView, part: str) -> list[KeptTensor]:
+    """Of a dense MLP or of shared experts of this width; the activation keeps both of its results."""
     whole = ("shared_experts",)
+    width = size * view.itemsize
+    last = size * view.kept_size(part)
+    freed = (*view.freed_with(part, "activation"), *whole)
     return [
         KeptTensor(f"{name}: gates", width, whole),
         KeptTensor(f"{name}: ups", width, whole),
         KeptTensor(f"{name}: activated gates", width, ("activation", *whole)),
-        KeptTensor(f"{name}: input of the last projection", width, ("activation", *whole)),
+        KeptTensor(f"{name}: input of the last projection", last, freed),
     ]
 
 
@@ -203,7 +227,7 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     share = 1.0 if not crosses else view.flex_rows if view.dispatcher == "flex" else view.skew
     rows = received_rows(layout, view.dispatcher, share)
     local = model.num_experts // view.ep
-    gates = 2 * model.moe_intermediate_size * size // view.etp
+    gates = 2 * model.moe_intermediate_size // view.etp * view.kept_size("experts")
     padding = local * ROW_ALIGNMENT if view.is_fused else 0
     found = [
         KeptTensor("router logits", model.num_experts * FP32, ("router",)),
@@ -214,18 +238,19 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
             "pre-activations",
             share * view.etp * chosen * gates,
             ("experts",),
-            padding * gates,
+            round(padding * gates),
             "expert_pre_activation",
         ),
         KeptTensor("places of rows", (rows + view.etp) * chosen * INT32, (), padding * INT32 + local * INT32),
     ]
     if crosses:
-        found.append(KeptTensor("rows received", rows * width * size, activation="expert_input"))
+        received = rows * width * view.kept_size("experts")
+        found.append(KeptTensor("rows received", received, activation="expert_input"))
     if model.moe_latent_size:
         found.append(KeptTensor("narrow rows", (1 if crosses else 2) * width * size))
-    shared = model.n_shared_experts * model.moe_intermediate_size * size
+    shared = model.n_shared_experts * model.moe_intermediate_size
     if shared:
-        found += _gated_mlp("shared experts", shared)
+        found += _gated_mlp("shared experts", shared, view, "shared")
     if model.shared_expert_gate:
         found.append(
             KeptTensor("shared experts: output before its gate", model.hidden_size * size + 2 * size)

@@ -96,7 +96,18 @@ def layer_view(job: Job, setting: Setting) -> LayerView:
         flex_rows=setting.experts.flex.rows,
         skew=job.loads.skew(degrees.ep).memory,
         is_fused=not job.has_plain_layers,
+        coded=_coded_parts(setting),
     )
+
+
+def _coded_parts(setting: Setting) -> frozenset[str]:
+    """Whose layers keep codes. None where some of them stay in their own precision: then all are counted as
+    values, which is more than there will be."""
+    precision = setting.precision
+    kept = precision.keep_first_layers or precision.keep_last_layers or precision.keep
+    if setting.memory.keep == "values" or kept:
+        return frozenset()
+    return frozenset(precision.covers)
 
 
 def layer_counts(model: ModelConfig) -> dict[LayerKind, int]:
@@ -251,7 +262,9 @@ def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -
             # Gradients of the outputs, of the activation and of what it was made from; where weight gradients
             # wait until inputs' are on their way back, those too.
             widths = width * (2 if view.ep * view.etp > 1 else 1)
-            rows = placed * (widths + 3 * (model.moe_intermediate_size // view.etp))
+            # Decoded, the pre-activation of the layer under way is two widths more.
+            inner = (5 if "experts" in view.coded else 3) * (model.moe_intermediate_size // view.etp)
+            rows = placed * (widths + inner)
         most = max(most, rows * size + remade + _decoded_bytes(job, setting, kind, view))
     return most
 

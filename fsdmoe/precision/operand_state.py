@@ -63,6 +63,11 @@ class Watch(NamedTuple):
     notes: bool
     """The call is of a training step: what it sees is counted."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether statistics of this step are wanted."""
+        return self.notes and self.state is not None and self.state.collects
+
     def collect(self, role: Role, x_RC: Tensor, scaling: Scaling | None) -> None:
         """Count an operand that is quantised so, in a step whose statistics are wanted; one that is not
         quantised here is passed over."""

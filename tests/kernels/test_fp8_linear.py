@@ -287,3 +287,37 @@ def test_a_layer_that_the_caller_compiles_computes_the_same(monkeypatch: pytest.
         results.append((y, *torch.autograd.grad(y, leaves, dy)))
     for one, other in zip(*results, strict=True):
         assert relative(one, other) < 1e-6
+
+
+def noted(kept: list[Tensor], tensor: Tensor) -> Tensor:
+    kept.append(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_kept_codes_serve_backward_nearly_as_well_as_the_input(powers: bool) -> None:
+    """At most 1.3 times the error of weight gradients against fp64; the same gradient of the input."""
+    recipe = recipe_of("fp8_blockwise", power_of_two_scales=powers)
+    x = draw(300, 256) * draw(300, 1).exp() * torch.linspace(0.2, 2, 256)
+    weights, dy = [draw(128, 256, seed=seed) / 16 for seed in (1, 2)], draw(300, 128)
+    exact = dy.double().t() @ x.double()
+    results = []
+    for keeps_codes in (False, True):
+        leaves = [x.clone().requires_grad_(), *(weight.clone().requires_grad_() for weight in weights)]
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(noted, kept), lambda t: t):
+            outputs = fp8_linears(
+                leaves[0], leaves[1:], recipe, [UNWATCHED] * 2, [None] * 2, keeps_codes=keeps_codes
+            )
+        assert any(t.data_ptr() == leaves[0].data_ptr() for t in kept) != keeps_codes
+        assert any(t.dtype == torch.float8_e4m3fn and len(t) == 384 for t in kept) == keeps_codes
+        results.append((outputs, torch.autograd.grad(outputs, leaves, [dy, dy])))
+    (values_y, values), (codes_y, codes) = results
+    assert torch.equal(values_y[0], codes_y[0])
+    assert torch.equal(values[0], codes[0])
+    for one, other in zip(values[1:], codes[1:], strict=True):
+        assert (
+            relative(one.double(), exact)
+            < relative(other.double(), exact)
+            < 1.3 * relative(one.double(), exact)
+        )

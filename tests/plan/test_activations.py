@@ -105,6 +105,21 @@ def test_every_part_frees_something_and_whole_layers_all_but_their_input() -> No
     assert kept_bytes(tensors, 4096, frozenset({"layer"})) == 4096 * 7168 * 2
 
 
+def test_kept_codes_take_little_more_than_half_of_what_values_do() -> None:
+    """Pre-activations, rows that came from other ranks, and inputs of projections; nothing else changes."""
+    config = preset_config("qwen3-30b-a3b")
+    values = {t.name: t for t in layer_tensors(config, "moe", LayerView(ep=8))}
+    view = LayerView(ep=8, coded=frozenset(("experts", "attention")))
+    codes = {t.name: t for t in layer_tensors(config, "moe", view)}
+    assert values.keys() == codes.keys()
+    changed = {name for name, tensor in values.items() if tensor.nbytes != codes[name].nbytes}
+    assert changed == {"pre-activations", "rows received", "input of attention"}
+    for name in changed:
+        assert codes[name].nbytes == pytest.approx(values[name].nbytes * (1 + 4 / 128) / 2)
+    kept = [kept_bytes(tuple(each.values()), TOKENS, NOTHING) for each in (values, codes)]
+    assert kept[1] < 0.75 * kept[0]
+
+
 GIB = 2**30
 TOKENS = 4096
 # The report's runs (Megatron Core report, tables 3 and 4: DeepSeek-V3, bf16, PP 4 x VPP 4 x EP 64 on 256

@@ -1,7 +1,7 @@
 """Grouped GEMMs in fp8 for Hopper, warp-specialised: one warp copies, two warpgroups multiply.
 
     project      out[m] = a[m] @ w[e]^T                a [M, K], w [E, N, K]
-    gate_up      the same with SwiGLU x weight: the pre-activation in bf16, the activation in fp8
+    gate_up      the same with SwiGLU x weight: the pre-activation in bf16 or fp8, the activation in fp8
     weight_grad  out[e] = a[:, rows of e] @ b[:, rows of e]^T, operands as token panels [M/128, C, 128]
 
 The first two may add a low-rank term in bf16, ``narrow[m] @ factor[e]^T``, to their sums in fp32.
@@ -39,7 +39,9 @@ from fsdmoe.kernels.gluon.fp8_math import (
 from fsdmoe.kernels.gluon.fp8_tiles import (
     ACCUMULATOR,
     BULK,
+    CODES,
     GATE_UP,
+    VALUES,
     WEIGHT_GRAD,
     count_tiles,
     gap_of,
@@ -140,20 +142,33 @@ def _scales_ahead(
 
 
 @gluon.jit
+def _store_codes(desc, buffer, scales_ptr, values, lanes, row, column, POWER_OF_TWO: gl.constexpr):
+    """64 x 128 numbers with a scale a row."""
+    scale = block_scale(gl.max(gl.abs(values), axis=1), POWER_OF_TWO)
+    gl.store(scales_ptr + lanes, scale)
+    codes = (values * reciprocal(scale)[:, None]).to(gl.float8e4nv)
+    store_bulk(desc, as_fp8(buffer, desc), row, column, codes)
+
+
+@gluon.jit
 def _finish_gate_up(
-    out_desc, act_desc, buffer, act_scales_ptr, gate, up, weight, lanes, row, tile_m, tile_n, capacity,
-    KEEP: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    out_desc, act_desc, out_ptr, buffer, act_scales_ptr, gate, up, weight, lanes, row, tile_m, tile_n,
+    capacity, KEEP: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     """SwiGLU x weight of what bf16 holds of the pre-activation: backward then finds the same activation. All
-    but the linear half, which is returned, is stored."""
+    but the linear half, which is returned, is stored; of CODES, whose scales ``[N/128, 2M]`` begin at
+    ``out_ptr``, that half too."""
     gate, up = rounded_to_bf16(gate), rounded_to_bf16(up)
-    if KEEP:
-        store_bulk(out_desc, buffer, row, tile_n * 128, to_bf16(gate))
+    column = tile_n * 128
+    if KEEP == VALUES:
+        store_bulk(out_desc, buffer, row, column, to_bf16(gate))
+    elif KEEP == CODES:
+        gates_at = out_ptr + tile_n * (2 * capacity) + tile_m * 128
+        _store_codes(out_desc, buffer, gates_at, gate, lanes, row, column, POWER_OF_TWO)
+        _store_codes(out_desc, buffer, gates_at + capacity, up, lanes, row + capacity, column, POWER_OF_TWO)
     act = rounded_to_bf16(gate * sigmoid(gate) * up * weight[:, None])
-    scale = block_scale(gl.max(gl.abs(act), axis=1), POWER_OF_TWO)
-    gl.store(act_scales_ptr + tile_n * capacity + tile_m * 128 + lanes, scale)
-    codes = (act * reciprocal(scale)[:, None]).to(gl.float8e4nv)
-    store_bulk(act_desc, as_fp8(buffer, act_desc), row, tile_n * 128, codes)
+    act_scales_ptr += tile_n * capacity + tile_m * 128
+    _store_codes(act_desc, buffer, act_scales_ptr, act, lanes, row, column, POWER_OF_TWO)
     return bf16_words(up)
 
 
@@ -213,7 +228,7 @@ def _consumer(
         scale0 = rows * left
         scale1 = rows * right
         first = _start_first(a_bufs, b_bufs, ready, index, phase, HALF)
-        if KEEP and STORE == BULK:
+        if KEEP == VALUES and STORE == BULK:
             store_words(out_desc, buffer, held_row, held_column, held0)
         next_expert, next_m, next_n, next_start, next_count = locate(
             gl.minimum(tile + num_programs, num_tiles - 1),
@@ -253,8 +268,8 @@ def _consumer(
         row = tile_m * 128 + HALF * 64
         if KIND == GATE_UP:
             held0 = _finish_gate_up(
-                out_desc, act_desc, buffer, act_scales_ptr, sums0, sums1, factor0, lanes, row, tile_m, tile_n,
-                capacity, KEEP, POWER_OF_TWO,
+                out_desc, act_desc, out_ptr, buffer, act_scales_ptr, sums0, sums1, factor0, lanes, row,
+                tile_m, tile_n, capacity, KEEP, POWER_OF_TWO,
             )  # fmt: skip
             row += capacity
             held_column = tile_n * 128
@@ -272,7 +287,7 @@ def _consumer(
                 store_direct(out_ptr, row, held_column + 128, sums1, n, STORE)
         held_row = row
         expert, tile_m, tile_n, start, count = next_expert, next_m, next_n, next_start, next_count
-    if KEEP and STORE == BULK:
+    if KEEP == VALUES and STORE == BULK:
         store_words(out_desc, buffer, held_row, held_column, held0)
         if KIND != GATE_UP:
             store_words(out_desc, buffer, held_row, held_column + 128, held1)

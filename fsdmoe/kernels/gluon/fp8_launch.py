@@ -12,8 +12,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fsdmoe.kernels.gluon.fp8_gemm import fp8_gemm_kernel
-from fsdmoe.kernels.gluon.fp8_tiles import ADD, BULK, GATE_UP, OVERWRITE, PROJECT, WEIGHT_GRAD
-from fsdmoe.kernels.triton.fp8_rows import Codes
+from fsdmoe.kernels.gluon.fp8_tiles import (
+    ADD,
+    BULK,
+    CODES,
+    GATE_UP,
+    NOTHING,
+    OVERWRITE,
+    PROJECT,
+    VALUES,
+    WEIGHT_GRAD,
+)
+from fsdmoe.kernels.triton.fp8_rows import Codes, empty_codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.grouped_gemm import LowRankTerm
 from fsdmoe.kernels.triton.launch import num_programs
@@ -56,18 +66,20 @@ def describe(matrix: torch.Tensor, rows: int, columns: int = BLOCK) -> TensorDes
 
 def _launch(
     operands: tuple[Codes, Codes],
-    outputs: tuple[torch.Tensor, Codes | None],
+    outputs: tuple[torch.Tensor | Codes, Codes | None],
     row_map: RowMap,
     sizes: tuple[int, int, int],
     what: tuple[gl.constexpr, gl.constexpr],
     *,
     weights_RK: torch.Tensor | None = None,
-    keep: bool = True,
+    keep: gl.constexpr = VALUES,
     power_of_two: bool = False,
     term: LowRankTerm | None = None,
 ) -> None:
     (kind, store), (a, a_scales), (b, b_scales) = what, *operands
     out, act = outputs
+    # Where stores go that are no bulk copies: the scales of codes, or an output in fp32.
+    out, direct = (out, out) if isinstance(out, torch.Tensor) else out
     rows, columns, steps = sizes
     # What a kind does not use is any tensor of a type that compiles.
     act_codes, act_scales = (a, a_scales) if act is None else act
@@ -85,7 +97,7 @@ def _launch(
         describe(b.view(-1, b.shape[-1]), 128),
         describe(staged.view(-1, staged.shape[-1]), 64),
         describe(act_codes.view(-1, act_codes.shape[-1]), 64),
-        out,
+        direct,
         a_scales,
         b_scales,
         a_scales if weights_RK is None else weights_RK,
@@ -103,7 +115,7 @@ def _launch(
         factor_desc,
         KIND=kind.value,
         STORE=store.value,
-        KEEP=keep,
+        KEEP=keep.value,
         POWER_OF_TWO=power_of_two,
         GROUP=_GROUP,
         STAGES=_STAGES,
@@ -134,19 +146,24 @@ def gate_up(
     keep: bool,
     power_of_two: bool,
     dtype: torch.dtype,
+    codes: bool = False,
     term: LowRankTerm | None = None,
-) -> tuple[torch.Tensor | None, Codes]:
-    """First projection with SwiGLU x weight: the pre-activation ``[2, M, N]`` if it is to be kept, and the
-    activation ``[M, N]`` with scales ``[N/128, M]``."""
+) -> tuple[torch.Tensor | Codes | None, Codes]:
+    """First projection with SwiGLU x weight: the pre-activation if it is to be kept, ``[2, M, N]`` or as
+    codes ``[2M, N]`` with scales ``[N/128, 2M]``; the activation ``[M, N]`` with scales ``[N/128, M]``."""
     two_n, d = weight.codes.shape[1:]
     n, device = two_n // 2, x.codes.device
-    act = Codes(
-        torch.empty(row_map.capacity, n, device=device, dtype=FP8),
-        torch.empty(n // BLOCK, row_map.capacity, device=device, dtype=torch.float32),
-    )
-    # Not kept, it is not written: a tensor of the right type and width describes it.
-    planes = torch.empty(2 if keep else 0, row_map.capacity, n, device=device, dtype=dtype)
-    out = planes if keep else torch.empty(64, n, device=device, dtype=dtype)
+    act = empty_codes(row_map.capacity, n, device)
+    out: torch.Tensor | Codes
+    if keep and codes:
+        out = empty_codes(2 * row_map.capacity, n, device)
+        what = CODES
+    elif keep:
+        out = torch.empty(2, row_map.capacity, n, device=device, dtype=dtype)
+        what = VALUES
+    else:  # not written: a tensor of the right type and width describes it
+        out = torch.empty(64, n, device=device, dtype=dtype)
+        what = NOTHING
     _launch(
         (x, weight),
         (out, act),
@@ -154,11 +171,11 @@ def gate_up(
         (BLOCK, n, d // BLOCK),
         (GATE_UP, BULK),
         weights_RK=weights_RK,
-        keep=keep,
+        keep=what,
         power_of_two=power_of_two,
         term=term,
     )
-    return planes if keep else None, act
+    return out if keep else None, act
 
 
 def weight_grad(

@@ -11,6 +11,10 @@ As in bf16 (``triton/swiglu_mlp.py``) an id of -1 contributes nothing, x, the pr
 map are kept for backward (and some scales: those of panels follow from forward), weight gradients go straight
 to a parameter's sink, and nothing waits for the device.
 
+What is kept may be codes instead (``memory.keep``): of x those that forward made, in the order of its rows,
+and of the pre-activation codes from the first product's own registers. Backward decodes the pre-activation
+in one pass, and x where it makes its panels. Rows that somebody else keeps anyway stay as they are.
+
 Where the codes of the two weights come from::
 
     quantized      the caller made them (``quantize_weights``), once for all micro-batches of a step
@@ -34,7 +38,15 @@ from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.grad_sink import sink_of
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
-from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_rows, sort_weights, sum_parts_
+from fsdmoe.kernels.triton.fp8_rows import (
+    Codes,
+    decode_rows,
+    empty_codes,
+    expert_scales,
+    quantize_rows,
+    sort_weights,
+    sum_parts_,
+)
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weight
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
@@ -78,7 +90,12 @@ def _are_codes(*weights: Tensor) -> bool:
 
 
 class KeptPanels(NamedTuple):
-    pre_2MN: Tensor
+    pre: Tensor
+    """``[2, M, N]``, or codes ``[2M, N]``."""
+    pre_scales: Tensor | None
+    """``[N/128, 2M]`` of codes."""
+    x_codes_RD: Tensor | None
+    x_row_scales: Tensor | None
     x_scales_EB: Tensor
     act_scales_EB: Tensor
     """Of panels: the largest of an expert's row scales."""
@@ -91,7 +108,7 @@ class PanelOperands(NamedTuple):
     act: list[Codes]
     """Panels, which are the largest tensors here: given up once they have been used."""
     dpre: Codes
-    x_RD: Tensor
+    x_RD: Tensor | Codes
     x_scales_EB: Tensor
     row_map: RowMap
 
@@ -109,6 +126,10 @@ class BlockwiseProducts(NamedTuple):
     """Of a weight that is codes already."""
     down_scales: WeightScales | None
     quantized: QuantizedExpertWeights | None
+    keeps_codes: bool = False
+    """Of the pre-activation."""
+    keeps_rows: bool = True
+    """x itself, not its codes."""
 
     def gate_up(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[list[Any], Kept | tuple[()]]:
         x_RD = given.x_RD
@@ -118,17 +139,21 @@ class BlockwiseProducts(NamedTuple):
             gate_up = self._forward_codes(given.gate_up_E2ND, self.gate_up_scales)
         else:
             gate_up = self.quantized.gate_up
-        x = quantize_rows(x_RD, row_map, power_of_two=power_of_two)
-        pre_2MN, act = gemm.gate_up(
-            x, given.weights_RK, gate_up, row_map, keep=keep, power_of_two=power_of_two, dtype=x_RD.dtype
-        )
+        own = None if self.keeps_rows or not keep else empty_codes(len(x_RD), x_RD.shape[1], x_RD.device)
+        x = quantize_rows(x_RD, row_map, power_of_two=power_of_two, kept=own)
+        pre, act = gemm.gate_up(
+            x, given.weights_RK, gate_up, row_map, keep=keep, power_of_two=power_of_two, dtype=x_RD.dtype,
+            codes=self.keeps_codes,
+        )  # fmt: skip
         x_scales = x.scales
         del x
         activated = [act, row_map]
-        if pre_2MN is None:
+        if pre is None:
             return activated, ()
+        pre_codes, pre_scales = (pre, None) if isinstance(pre, Tensor) else pre
+        x_codes, x_row_scales = (None, None) if own is None else own
         scales = expert_scales(x_scales, row_map), expert_scales(act.scales, row_map)
-        return activated, (KeptPanels(pre_2MN, *scales), row_map)
+        return activated, (KeptPanels(pre_codes, pre_scales, x_codes, x_row_scales, *scales), row_map)
 
     def down(self, given: Given, activated: list[Any]) -> Tensor:
         act, row_map = activated
@@ -141,7 +166,7 @@ class BlockwiseProducts(NamedTuple):
     def down_dgrad(
         self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads
     ) -> tuple[PanelOperands, tuple[Codes, Codes, RowMap]]:
-        (pre_2MN, x_scales_EB, act_scales_EB), row_map = kept
+        panels, row_map = kept
         kept.clear()
         weights_RK = given.weights_RK
         power_of_two = self.power_of_two
@@ -152,14 +177,18 @@ class BlockwiseProducts(NamedTuple):
         del dy
         weights_M = sort_weights(weights_RK, row_map)
         found = swiglu.swiglu_grad(
-            pre_2MN, dact_MN, weights_M, act_scales_EB, row_map, power_of_two=power_of_two
-        )
+            _pre_activation(panels, dact_MN), dact_MN, weights_M, panels.act_scales_EB, row_map,
+            power_of_two=power_of_two,
+        )  # fmt: skip
         del dact_MN
         dweights_RK = torch.zeros(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
         sum_parts_(found.weight_parts, row_map, dweights_RK)
         if grads.weights_RK is not None:
             grads.weights_RK.put(dweights_RK)
-        operands = PanelOperands(dy_RD, [found.act_panels], found.panels, given.x_RD, x_scales_EB, row_map)
+        x: Tensor | Codes = given.x_RD
+        if panels.x_codes_RD is not None and panels.x_row_scales is not None:
+            x = Codes(panels.x_codes_RD, panels.x_row_scales)
+        operands = PanelOperands(dy_RD, [found.act_panels], found.panels, x, panels.x_scales_EB, row_map)
         return operands, (found.rows, gate_up, row_map)
 
     def wgrad(self, operands: PanelOperands, grads: Grads) -> None:
@@ -201,6 +230,13 @@ class BlockwiseProducts(NamedTuple):
         return quantize_weight(weight, power_of_two=self.power_of_two, plain=False)[1]
 
 
+def _pre_activation(kept: KeptPanels, dact_MN: Tensor) -> Tensor:
+    """``[2, M, N]``."""
+    if kept.pre_scales is None:
+        return kept.pre
+    return decode_rows(kept.pre, kept.pre_scales, dact_MN.dtype).view(2, *dact_MN.shape)
+
+
 def experts_mlp_fp8(
     x_RD: Tensor,
     weights_RK: Tensor,
@@ -211,10 +247,13 @@ def experts_mlp_fp8(
     *,
     max_rows: int | None = None,
     quantized: QuantizedExpertWeights | None = None,
+    keeps_codes: bool = False,
+    keeps_rows: bool = True,
 ) -> Tensor:
     """The experts' output for every row; differentiable in x, weights, gate_up and down.
 
     ``max_rows`` bounds how many ids are not -1; one that proves too small gives NaN, not a partial sum.
+    ``keeps_codes``: of the pre-activation, instead of its values; without ``keeps_rows`` of x too.
     ``quantized``: the two weights as ``quantize_weights`` has them, by the recipe's kind of scale; gradients
     go to the weights all the same."""
     scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
@@ -223,5 +262,5 @@ def experts_mlp_fp8(
             raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
     power_of_two = blockwise_scale(recipe) == "power_of_two"
     rows = Rows(x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous())
-    products = BlockwiseProducts(power_of_two, max_rows, *scales, quantized)
-    return compute_experts(products, rows, ExpertWeights(gate_up_E2ND, down_EDN))
+    products = BlockwiseProducts(power_of_two, max_rows, *scales, quantized, keeps_codes, keeps_rows)
+    return compute_experts(products, rows, ExpertWeights(gate_up_E2ND, down_EDN), keeps_rows=keeps_rows)

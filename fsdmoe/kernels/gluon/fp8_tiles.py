@@ -22,6 +22,8 @@ from fsdmoe.kernels.gluon.compat import as_bf16, as_words, tma_load, tma_store
 # What a kernel computes, and where an output tile goes.
 PROJECT, GATE_UP, WEIGHT_GRAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 BULK, OVERWRITE, ADD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# What becomes of the pre-activation in GATE_UP; other kinds store VALUES.
+NOTHING, VALUES, CODES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 ACCUMULATOR = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])

@@ -12,6 +12,7 @@ from fsdmoe.kernels.triton.cross_entropy import cross_entropy_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
 from fsdmoe.kernels.triton.four_bit_kernels import decode_four_bit
 from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
+from fsdmoe.kernels.triton.fp8_rows import decode_rows
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
 from fsdmoe.kernels.triton.low_rank_mlp import LowRankProducts, experts_mlp_low_rank, supports_updates
 from fsdmoe.kernels.triton.muon_kernels import apply_update_triton, look_ahead_triton

@@ -21,7 +21,15 @@ import triton.language as tl
 from triton import knobs
 
 from fsdmoe.kernels.triton.fp8_rows import Codes
-from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, as_words, block_scale, transposed_codes
+from fsdmoe.kernels.triton.fp8_scale import (
+    BLOCK,
+    FP8,
+    as_bytes,
+    as_words,
+    block_scale,
+    from_codes,
+    transposed_codes,
+)
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
 
@@ -33,18 +41,21 @@ assert _STRIDE.value == 32 * _NUM_WARPS * 8 // _CHANNELS.value
 
 
 @QuickLaunch
-@triton.jit(do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
 def _panels_kernel(
     x_ptr,
+    x_scales_ptr,
     codes_ptr,
     scales_ptr,
     source_ptr,
     offsets_ptr,
     tile_expert_ptr,
+    num_rows,
     num_columns,
     scale_width,
     num_experts,
     TOP_K: tl.constexpr,
+    CODED: tl.constexpr,
     GIVEN: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -55,8 +66,14 @@ def _panels_kernel(
     if block * 128 < tl.load(offsets_ptr + num_experts):
         channels = first + tl.arange(0, _CHANNELS)
         source = tl.load(source_ptr + block * 128 + tl.arange(0, 128))
-        at = (source // TOP_K).to(tl.int64)[:, None] * num_columns + channels[None, :]
-        values = tl.load(x_ptr + at, mask=(source >= 0)[:, None], other=0.0).to(tl.float32)
+        row = (source // TOP_K).to(tl.int64)
+        at = row[:, None] * num_columns + channels[None, :]
+        if CODED:
+            row_scales = tl.load(x_scales_ptr + first // 128 * num_rows + row, mask=source >= 0, other=0.0)
+            codes = tl.load(x_ptr + at, mask=(source >= 0)[:, None], other=0)
+            values = from_codes(codes) * row_scales[:, None]
+        else:
+            values = tl.load(x_ptr + at, mask=(source >= 0)[:, None], other=0.0).to(tl.float32)
         if GIVEN:
             expert = tl.load(tile_expert_ptr + block)
             scale = tl.load(scales_ptr + expert * (num_columns // scale_width) + first // scale_width)
@@ -71,11 +88,17 @@ def _panels_kernel(
 
 
 def gather_panels(
-    x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool, scales_EB: torch.Tensor | None = None
+    x: torch.Tensor | Codes, row_map: RowMap, *, power_of_two: bool, scales_EB: torch.Tensor | None = None
 ) -> Codes:
-    """The map's rows of ``x`` as panels, padding zero; with the expert's scales ``[E, C/128]`` or ``[E, 1]``
-    where they are given, else with a scale for each channel of a panel. Past the last segment nothing is
-    written."""
+    """The map's rows of ``x`` (values ``[R, C]``, or codes with scales ``[C/128, R]``) as panels, padding
+    zero; with the expert's scales ``[E, C/128]`` or ``[E, 1]`` where they are given, else with a scale for
+    each channel of a panel. Past the last segment nothing is written."""
+    if isinstance(x, torch.Tensor):
+        x_RC = x
+        row_scales = x
+    else:
+        x_RC = as_bytes(x.codes)
+        row_scales = x.scales
     num_columns, num_panels = x_RC.shape[1], row_map.capacity // BLOCK
     codes = torch.empty(num_panels, num_columns, BLOCK, device=x_RC.device, dtype=FP8)
     scales = scales_EB
@@ -83,15 +106,18 @@ def gather_panels(
         scales = torch.empty(num_panels, num_columns, device=x_RC.device, dtype=torch.float32)
     _panels_kernel[(num_panels, num_columns // _CHANNELS.value)](
         x_RC,
+        row_scales,
         as_bytes(codes),
         scales,
         row_map.source_M,
         row_map.offsets,
         row_map.tile_expert,
+        len(x_RC),
         num_columns,
         BLOCK if scales_EB is None else num_columns // scales_EB.shape[1],
         row_map.num_experts,
         TOP_K=row_map.top_k,
+        CODED=not isinstance(x, torch.Tensor),
         GIVEN=scales_EB is not None,
         POWER_OF_TWO=power_of_two,
         INTERPRETED=knobs.runtime.interpret,

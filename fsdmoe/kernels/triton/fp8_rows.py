@@ -1,6 +1,8 @@
 """Rows to their experts in fp8, in the pass that permutes them anyway; and what little else goes by rows.
 
     quantize_rows    x [R, C] -> codes [M, C] with 1 x 128 scales [C/128, M]: the operand of forward and dgrad
+                     (and in the order of x, where codes are kept for backward)
+    decode_rows      codes [M, C] with such scales -> values
     expert_scales    row scales [C/128, M] -> the largest of each expert [E, C/128]
     sort_weights     routing weights [R, K] -> [M]
     sum_parts        partial sums [N/128, M] -> [R, K]
@@ -17,12 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, block_scale, to_codes
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, block_scale, from_codes, to_codes
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.kernels.triton.row_map import RowMap
 
 _GROUPS = tl.constexpr(8)
 """Blocks of 128 columns that one program takes."""
+_DECODED_ROWS = tl.constexpr(64)
 
 
 class Codes(NamedTuple):
@@ -32,12 +35,22 @@ class Codes(NamedTuple):
     scales: torch.Tensor
 
 
+def empty_codes(num_rows: int, num_columns: int, device: torch.device) -> Codes:
+    """``[M, C]`` with 1 x 128 scales ``[C/128, M]``, to be written."""
+    return Codes(
+        torch.empty(num_rows, num_columns, device=device, dtype=FP8),
+        torch.empty(num_columns // BLOCK, num_rows, device=device, dtype=torch.float32),
+    )
+
+
 @QuickLaunch
 @triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _quantize_rows_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
+    kept_ptr,
+    kept_scales_ptr,
     position_ptr,
     source_ptr,
     offsets_ptr,
@@ -45,6 +58,7 @@ def _quantize_rows_kernel(
     num_columns,
     capacity,
     TOP_K: tl.constexpr,
+    KEEP: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -57,6 +71,9 @@ def _quantize_rows_kernel(
         values = tl.load(x_ptr + row * num_columns + columns, mask=inside[:, None], other=0.0).to(tl.float32)
         scales = block_scale(tl.max(tl.abs(values), 1), POWER_OF_TWO)
         codes = to_codes(values * tl.div_rn(1.0, scales)[:, None])
+        if KEEP:
+            tl.store(kept_ptr + row * num_columns + columns, codes, mask=inside[:, None])
+            tl.store(kept_scales_ptr + groups * num_rows + row, scales, mask=inside)
         for choice in tl.static_range(TOP_K):
             place = tl.load(position_ptr + row * TOP_K + choice).to(tl.int64)
             keep = groups < tl.where(place >= 0, blocks, 0)
@@ -77,19 +94,23 @@ def _quantize_rows_kernel(
             tl.store(scales_ptr + groups * capacity + place, tl.zeros([_GROUPS], tl.float32), mask=keep)
 
 
-def quantize_rows(x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool) -> Codes:
+def quantize_rows(
+    x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool, kept: Codes | None = None
+) -> Codes:
     """Codes ``[M, C]`` and scales ``[C/128, M]`` of the rows in the map's order; padding is zero, scales too.
 
-    A row is read and quantised once, and written to its K places."""
+    A row is read and quantised once, and written to its K places; and to ``kept`` in the order of x."""
     num_rows, num_columns = x_RC.shape
     capacity = row_map.capacity
-    codes_MC = torch.empty(capacity, num_columns, device=x_RC.device, dtype=FP8)
-    scales = torch.empty(num_columns // BLOCK, capacity, device=x_RC.device, dtype=torch.float32)
+    made = empty_codes(capacity, num_columns, x_RC.device)
+    own = made if kept is None else kept
     grid = (num_rows + row_map.num_experts, cdiv(num_columns, BLOCK * _GROUPS.value))
     _quantize_rows_kernel[grid](
         x_RC,
-        as_bytes(codes_MC),
-        scales,
+        as_bytes(made.codes),
+        made.scales,
+        as_bytes(own.codes),
+        own.scales,
         row_map.position_RK,
         row_map.source_M,
         row_map.offsets,
@@ -97,10 +118,32 @@ def quantize_rows(x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool) ->
         num_columns,
         capacity,
         TOP_K=row_map.top_k,
+        KEEP=kept is not None,
         POWER_OF_TWO=power_of_two,
         num_warps=4,
     )
-    return Codes(codes_MC, scales)
+    return made
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_rows"])
+def _decode_rows_kernel(codes_ptr, scales_ptr, out_ptr, num_rows, num_columns):
+    rows = tl.program_id(0) * _DECODED_ROWS + tl.arange(0, _DECODED_ROWS)
+    block = tl.program_id(1)
+    inside = rows < num_rows
+    scales = tl.load(scales_ptr + block.to(tl.int64) * num_rows + rows, mask=inside, other=0.0)
+    at = rows.to(tl.int64)[:, None] * num_columns + block * 128 + tl.arange(0, 128)[None, :]
+    values = from_codes(tl.load(codes_ptr + at, mask=inside[:, None], other=0)) * scales[:, None]
+    tl.store(out_ptr + at, values.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def decode_rows(codes_MC: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of codes ``[M, C]`` with scales ``[C/128, M]``."""
+    num_rows, num_columns = codes_MC.shape
+    out_MC = torch.empty(num_rows, num_columns, device=codes_MC.device, dtype=dtype)
+    grid = cdiv(num_rows, _DECODED_ROWS.value), num_columns // BLOCK
+    _decode_rows_kernel[grid](as_bytes(codes_MC), scales, out_MC, num_rows, num_columns, num_warps=4)
+    return out_MC
 
 
 @QuickLaunch

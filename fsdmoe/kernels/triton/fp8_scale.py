@@ -46,6 +46,12 @@ def to_codes(scaled):
 
 
 @triton.jit
+def from_codes(codes):
+    """float32 of bytes that are fp8."""
+    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def hidden_one(size):
     """1, which the compiler does not know: a scale times it makes codes that are converted again. Of codes
     that are stored and transposed, Triton 3.6 for Hopper has a third wrong in the transpose: the first two of

@@ -50,17 +50,19 @@ def test_the_quantising_kernels_convert_two_numbers_an_instruction() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sinks", ["none", "overwrite", "add"])
+@pytest.mark.parametrize("sinks", ["none", "overwrite", "add", "codes"])
 def test_the_layer_builds(sinks: str) -> None:
     x = torch.zeros(64, 256, dtype=torch.bfloat16, requires_grad=True)
     weights, ids = torch.zeros(64, 2, requires_grad=True), torch.zeros(64, 2, dtype=torch.int64)
     gate_up = torch.nn.Parameter(torch.zeros(2, 256, 256, dtype=torch.bfloat16))
     down = torch.nn.Parameter(torch.zeros(2, 256, 128, dtype=torch.bfloat16))
-    if sinks != "none":
+    keeps_codes = sinks == "codes"
+    if not keeps_codes and sinks != "none":
         for weight in (gate_up, down):
             weight.grad_sink = Sink(weight, sinks == "add")  # type: ignore[attr-defined]
     with compiling(90) as compiled:
-        experts_mlp_fp8(x, weights, ids, gate_up, down, FP8_BLOCKWISE).sum().backward()
+        options = {"keeps_codes": keeps_codes, "keeps_rows": not keeps_codes}
+        experts_mlp_fp8(x, weights, ids, gate_up, down, FP8_BLOCKWISE, **options).sum().backward()
     gemms = named(compiled, "fp8_gemm_kernel")
     assert len(gemms) == 3  # gate_up, projections, weight gradients
     for kernel in gemms:

@@ -100,6 +100,39 @@ def test_the_layer_equals_the_emulation(shape: tuple[int, ...], recipe: Recipe) 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("recipe", [FP8_BLOCKWISE, POWERS], ids=["float32", "power_of_two"])
+def test_kept_codes_change_gradients_by_little(shape: tuple[int, ...], recipe: Recipe) -> None:
+    """Against bf16, which is far closer to what is exact than either: at most 1.3 times the error."""
+    layer = Layer(*shape)
+    exact = layer.run(experts_mlp_reference)
+    values = errors(layer.run(fused(recipe)), exact)
+    found = layer.run(fused(recipe, keeps_codes=True, keeps_rows=False))
+    codes = errors(found, exact)
+    assert codes["y"] == values["y"]
+    assert all(codes[name] <= 1.3 * values[name] for name in NAMES)
+    assert not found[2][layer.ids < 0].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_pre_activation_is_kept_as_its_codes(shape: tuple[int, ...]) -> None:
+    layer = Layer(*shape)
+    weight = quantize_weights(layer.gate_up, layer.down).gate_up
+    x = quantize_rows(layer.x, layer.map, power_of_two=False)
+    given = (x, layer.weights, weight, layer.map)
+    options: dict[str, Any] = {"keep": True, "power_of_two": False, "dtype": torch.bfloat16}
+    pre, act = fp8_launch.gate_up(*given, **options)
+    codes, same_act = fp8_launch.gate_up(*given, **options, codes=True)
+    assert isinstance(codes, Codes)
+    assert torch.equal(same_act.codes[: layer.used].float(), act.codes[: layer.used].float())
+    assert isinstance(pre, torch.Tensor)
+    expected = fp8_reference.quantized_rows(pre.flatten(0, 1).float(), power_of_two=False)
+    decoded, wanted = (
+        fp8_reference.rows_of(each).view(pre.shape)[:, : layer.used] for each in (codes, expected)
+    )
+    assert torch.equal(decoded, wanted)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_matrix_products_equal_their_references(shape: tuple[int, ...]) -> None:
     layer = Layer(*shape)
     weights = quantize_weights(layer.gate_up, layer.down)
