@@ -171,6 +171,7 @@ KEPT_CODES_ROWS = (
     Row(on.KEPT_CODES, on.EMULATION, CANNOT, "the emulation rounds values, and keeps these"),
     Row(on.KEPT_CODES, on.TORCHAO_PRODUCTS, NOT_BUILT, "torchao keeps what it was given"),
     Row(on.KEPT_CODES, on.OFFLOAD, NOT_BUILT, "codes have no names by which they could be offloaded"),
+    Row(on.KEPT_CODES, on.ADAPTERS, NOT_BUILT, "experts with adapters keep their values"),
 )
 
 MUON_ROWS = (

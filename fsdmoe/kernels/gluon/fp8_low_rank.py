@@ -66,6 +66,7 @@ class LowRankBlockwise(BlockwiseProducts):
             dtype=x_RD.dtype,
             term=_term(x_MQ, given.gate_up_b),
         )
+        assert not isinstance(pre_2MN, Codes)  # codes were not asked for
         act_MQ = None if given.down_a is None else narrow_of_codes(act, given.down_a, row_map)
         kept = PreActivation(pre_2MN), row_map, Narrow(x_MQ, act_MQ)
         return [act, act_MQ, row_map], kept if keep else ()
