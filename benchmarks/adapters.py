@@ -1,14 +1,15 @@
 """Adapters on Qwen3-30B-A3B, all 48 layers, on one GPU: tokens per second, and the memory that it takes.
 
-Random weights, LoRA on attention, or on attention and all experts. Frozen weights are kept once, in bfloat16
-(57 GiB), in fp8 with --base float8 (29 GiB) or in four bits with --base nf4 (16 GiB); factors have float32
-main weights, gradients and moments. Each row of the table is a model of its own, one after the other in one
-process: medians, and the peaks of
+Random weights, LoRA on attention, or on attention and all experts. Frozen weights are kept once (--base): in
+bfloat16 (57 GiB), as codes in float8 (29 GiB) or in nf4 (16 GiB), which are decoded where they are used, or
+as fp8, the codes of float8 with products in fp8. Factors have float32 main weights, gradients and moments.
+Each row of the table is a model of its own, one after the other in one process: medians, and the peaks of
 torch's allocator while it steps, next to what the dry run plans.
 
     python benchmarks/adapters.py                            16,384 tokens a step, all four settings
+    python benchmarks/adapters.py --on all --base bfloat16 fp8              both bases, next to each other
+    python benchmarks/adapters.py --on all --base bfloat16 fp8 --layers 8   a quick look: 8 layers
     python benchmarks/adapters.py --tokens 4096 --graphs     each step as a CUDA graph too
-    python benchmarks/adapters.py --on all --recompute layer --base float8
     python benchmarks/adapters.py --on all --recompute layer --peer      transformers with peft next to it
     python benchmarks/adapters.py --tiny         the same on a CPU in seconds, to see that it works
 """
@@ -21,6 +22,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,16 +61,22 @@ class Setting(NamedTuple):
     """A row of the table."""
 
     on: str
+    base: str
     recompute: str
     graphs: str
 
     def adapter(self, rank: int) -> AdapterConfig:
         return AdapterConfig(rank=rank, target_parameters=None if self.on == "all" else ())
 
-    def policy(self, base: str | None) -> ParallelPolicy:
-        dtype: Any = "bfloat16" if DEVICE.type == "cuda" else "float32"
+    def policy(self, covers: list[Any]) -> ParallelPolicy:
+        on_gpu = DEVICE.type == "cuda"
+        keys: dict[str, Any] = {"param_dtype": "bfloat16" if on_gpu else "float32"}
+        if self.base == "fp8":
+            keys |= {"recipe": "fp8_blockwise", "covers": tuple(covers), "emulate": not on_gpu}
+        if self.base != "bfloat16":
+            keys["frozen_dtype"] = "float8" if self.base == "fp8" else self.base
         return ParallelPolicy(
-            precision=PrecisionConfig(param_dtype=dtype, frozen_dtype=base),  # type: ignore[arg-type]
+            precision=PrecisionConfig(**keys),
             memory=MemoryConfig(recompute=("layer",) if self.recompute == "layer" else ()),
         )
 
@@ -103,7 +111,7 @@ def free_memory() -> None:
 
 
 def measure(setting: Setting, args: argparse.Namespace, folder: str, meshes: Meshes) -> dict[str, Any]:
-    adapter, policy = setting.adapter(args.rank), setting.policy(args.base)
+    adapter, policy = setting.adapter(args.rank), setting.policy(args.covers)
     began = time.perf_counter()
     peak_gib()
     model = build_folder_model(folder, adapter)
@@ -201,6 +209,7 @@ def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dic
     return {
         **setting._asdict(),
         "on": f"{setting.on}, transformers and peft",
+        "base": "bfloat16",
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": sum(p.numel() for p in trained),
         "planned_gib": None,
@@ -218,17 +227,26 @@ def report(found: dict[str, Any]) -> None:
     times, (allocated, reserved) = found["step_ms"], found["peak_gib"]
     planned = "" if found["planned_gib"] is None else f"{found['planned_gib']:.1f}"
     print(
-        f"| {found['on']} | {found['recompute']} | {found['graphs']} | {statistics.median(times):.0f} "
-        f"({min(times):.0f} to {max(times):.0f}) | {found['tokens_per_s']:,.0f} | {allocated:.1f} | "
-        f"{reserved:.1f} | {planned} | {found['trained'] / 1e6:.1f} M | "
-        f"{found['losses'][0]:.4f} to {found['losses'][1]:.4f} |",
+        f"| {found['on']} | {found['base']} | {found['recompute']} | {found['graphs']} | "
+        f"{statistics.median(times):.0f} ({min(times):.0f} to {max(times):.0f}) | "
+        f"{found['tokens_per_s']:,.0f} | {allocated:.1f} | {reserved:.1f} | {planned} | "
+        f"{found['trained'] / 1e6:.1f} M | {found['losses'][0]:.4f} to {found['losses'][1]:.4f} |",
         flush=True,
     )
 
 
-HEADER = """| adapters on | recomputed | graphs | ms a step | tokens/s | peak, allocated GiB | reserved | \
-planned before activations | trained | loss |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+HEADER = """| adapters on | frozen weights | recomputed | graphs | ms a step | tokens/s | \
+peak, allocated GiB | reserved | planned before activations | trained | loss |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def settings(args: argparse.Namespace) -> Iterator[Setting]:
+    """The rows of the table, those to be compared next to each other."""
+    for recompute in args.recompute:
+        for graphs in ("none", "step") if args.graphs else ("none",):
+            for on in args.on:
+                for base in args.base:
+                    yield Setting(on, base, recompute, graphs)
 
 
 def main() -> None:
@@ -237,8 +255,14 @@ def main() -> None:
     )
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument(
-        "--base", choices=["float8", "nf4", "int4"], help="of frozen weights; default: bfloat16"
-    )
+        "--base", nargs="+", default=["bfloat16"], choices=["bfloat16", "fp8", "float8", "nf4", "int4"],
+        help="how frozen weights are kept",
+    )  # fmt: skip
+    parser.add_argument(
+        "--covers", nargs="+", default=["experts", "attention"], choices=["experts", "attention"],
+        help="whose products --base fp8 has in fp8",
+    )  # fmt: skip
+    parser.add_argument("--layers", type=int, help="of the model, instead of all 48")
     parser.add_argument("--on", nargs="+", default=["attention", "all"], choices=["attention", "all"])
     parser.add_argument("--recompute", nargs="+", default=["layer", "nothing"], choices=["layer", "nothing"])
     parser.add_argument("--graphs", action="store_true", help="each setting with graphs as well")
@@ -255,31 +279,26 @@ def main() -> None:
     if not args.tiny:
         require_gpu("try --tiny")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}")
-    print(
-        f"rank {args.rank}, {args.tokens} tokens a step, frozen weights {args.base or 'bfloat16'}\n{HEADER}"
-    )
+    print(f"rank {args.rank}, {args.tokens} tokens a step\n{HEADER}")
     found = []
     meshes = build_meshes()
-    with tempfile.TemporaryDirectory() as tiny:
-        config = json.loads((FOLDER / "config.json").read_text())
-        Path(tiny, "config.json").write_text(json.dumps(config | TINY))
-        for recompute in args.recompute:
-            for graphs in ("none", "step") if args.graphs else ("none",):
-                for on in args.on:
-                    setting = Setting(on, recompute, graphs)
-                    folder = tiny if args.tiny else str(FOLDER)
-                    found.append(measure(setting, args, folder, meshes))
-                    report(found[-1])
-                    free_memory()
-                    if args.peer and graphs == "none":
-                        try:
-                            found.append(measure_peer(setting, args, folder))
-                            report(found[-1])
-                        except torch.OutOfMemoryError:
-                            print(
-                                f"| {on}, transformers and peft | {recompute} | out of memory |", flush=True
-                            )
-                        free_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads((FOLDER / "config.json").read_text()) | (TINY if args.tiny else {})
+        if args.layers is not None:
+            config["num_hidden_layers"] = args.layers
+        Path(folder, "config.json").write_text(json.dumps(config))
+        for setting in settings(args):
+            found.append(measure(setting, args, folder, meshes))
+            report(found[-1])
+            free_memory()
+            if not args.peer or setting.graphs != "none" or setting.base != "bfloat16":
+                continue
+            try:
+                found.append(measure_peer(setting, args, folder))
+                report(found[-1])
+            except torch.OutOfMemoryError:
+                print(f"| {setting.on}, transformers and peft | {setting.recompute} | out of memory |")
+            free_memory()
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.fsdp import engine_of
+from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.kernels.frozen_weights import frozen_values
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes, build_meshes
@@ -55,14 +56,8 @@ def model_on(meshes: Meshes, policy: ParallelPolicy, dtype: str, *, is_rounded: 
     return parallelize(shell, meshes, policy)
 
 
-@pytest.mark.parametrize("dtype", ["float8", "nf4", "int4"])
-@pytest.mark.parametrize("recompute", [(), ("layer",)])
-def test_gradients_are_those_of_a_base_that_was_rounded(
-    meshes: Meshes, recompute: tuple[str, ...], dtype: str
-) -> None:
-    memory = MemoryConfig(recompute=recompute)  # type: ignore[arg-type]
-    plain = ParallelPolicy(memory=memory)
-    coded = ParallelPolicy(memory=memory, precision=precision_of(dtype))
+def assert_alike(meshes: Meshes, plain: ParallelPolicy, coded: ParallelPolicy, dtype: str) -> None:
+    """Loss and gradients by ``coded``, and by ``plain`` of a base that was rounded beforehand."""
     tokens = torch.randint(0, VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(0)).cuda()
     found = []
     for policy, is_rounded in ((plain, True), (coded, False)):
@@ -75,6 +70,29 @@ def test_gradients_are_those_of_a_base_that_was_rounded(
     for name, wanted in found[0][1].items():
         error = (found[1][1][name] - wanted).norm() / wanted.norm().clamp(min=1e-8)
         assert error < 2e-2, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("dtype", ["float8", "nf4", "int4"])
+@pytest.mark.parametrize("recompute", [(), ("layer",)])
+def test_gradients_are_those_of_a_base_that_was_rounded(
+    meshes: Meshes, recompute: tuple[str, ...], dtype: str
+) -> None:
+    memory = MemoryConfig(recompute=recompute)  # type: ignore[arg-type]
+    plain = ParallelPolicy(memory=memory)
+    coded = ParallelPolicy(memory=memory, precision=precision_of(dtype))
+    assert_alike(meshes, plain, coded, dtype)
+
+
+@pytest.mark.skipif(not has_fp8_kernels(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("recompute", [(), ("layer",)])
+def test_products_in_fp8_take_codes_as_a_base_that_was_rounded(
+    meshes: Meshes, recompute: tuple[str, ...]
+) -> None:
+    memory = MemoryConfig(recompute=recompute)  # type: ignore[arg-type]
+    plain = ParallelPolicy(memory=memory, precision=PrecisionConfig(recipe="fp8_blockwise"))
+    precision = PrecisionConfig(recipe="fp8_blockwise", frozen_dtype="float8")
+    coded = ParallelPolicy(memory=memory, precision=precision)
+    assert_alike(meshes, plain, coded, "float8")
 
 
 @pytest.mark.parametrize("dtype", ["float8", "nf4", "int4"])

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
+from fsdmoe.kernels.expert_operands import ExpertWeights, LowRankUpdates, Rows
+from fsdmoe.kernels.gluon import experts_mlp_fp8, experts_mlp_fp8_low_rank, quantize_weights
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
 from fsdmoe.kernels.triton.row_map import RowMap
@@ -47,6 +48,28 @@ def test_the_quantising_kernels_convert_two_numbers_an_instruction() -> None:
     for name in ("_quantize_rows_kernel", "_panels_kernel", "_quantize_weight_kernel"):
         for kernel in named(compiled, name):
             assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.asm["ptx"], name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [8, 128])
+def test_the_layer_with_updates_builds(rank: int) -> None:
+    x = torch.zeros(64, 256, dtype=torch.bfloat16, requires_grad=True)
+    rows = Rows(x, torch.zeros(64, 2, requires_grad=True), torch.zeros(64, 2, dtype=torch.int64))
+    weights = ExpertWeights(torch.zeros(2, 256, 256).bfloat16(), torch.zeros(2, 256, 128).bfloat16())
+    shapes = ((rank, 256), (256, rank), (rank, 128), (256, rank))
+    factors = [torch.zeros(2, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    with compiling(90) as compiled:
+        updates = LowRankUpdates(*factors)
+        experts_mlp_fp8_low_rank(rows, weights, FP8_BLOCKWISE, None, updates).sum().backward()
+    gemms = named(compiled, "fp8_gemm_kernel")
+    assert len(gemms) == 2  # gate_up, projections
+    for kernel in gemms:
+        # For each of two halves of a tile and both warpgroups, 64 ranks are four products of 16.
+        products = kernel.asm["ptx"].count("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16")
+        assert products == 16 * (1 if rank == 8 else 2)
+    for key, kernel in compiled.items():
+        assert kernel.metadata.shared <= SHARED_LIMIT, key
+        assert kernel.asm["cubin"], key
 
 
 @pytest.mark.full
