@@ -12,6 +12,7 @@ model learns to copy from its context, suddenly, and rounding decides when: what
 (rows of 1,024: 5 % apart at that time, 2 % in the end of 700 steps; rows of 256: 1.6 % and 0.1 %).
 
     python benchmarks/convergence.py --seeds 3 --parallel 4   bf16, its noise, fp8_blockwise, 8-bit moments
+    python benchmarks/convergence.py --seeds 3 --settings 'fp8 head' 'fp8 codes'   head, and kept activations
     python benchmarks/convergence.py --settings mxfp8 nvfp4   one seed of recipes that are emulated
     python benchmarks/convergence.py --optim.lr=2e-3          with another key of train.py
     python benchmarks/convergence.py --tiny                   a small model, to see that it works
@@ -48,6 +49,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "fp8_blockwise": {"precision.recipe": "fp8_blockwise", **QUANTIZED},
     "8-bit moments": {"optim.moment_dtype": "float8"},
     "bf16 moments": {"optim.moment_dtype": "bfloat16"},
+    "fp8 head": {"precision.recipe": "fp8_blockwise", "precision.head": "fp8", **QUANTIZED},
+    "fp8 codes": {"precision.recipe": "fp8_blockwise", "memory.keep": "codes", **QUANTIZED},
     "fp8_rowwise": {"precision.recipe": "fp8_rowwise", **EMULATED},
     "fp8_tensorwise": {"precision.recipe": "fp8_tensorwise", **EMULATED},
     "mxfp8": {"precision.recipe": "mxfp8", **EMULATED},

@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,10 +32,12 @@ from fsdmoe.kernels.architecture import current_architecture
 from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
 from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.fp8_operands import takes_products
+from fsdmoe.kernels.head_products import fp8_head
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.products import Products
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.kernels.torchao_products import require_torchao, torchao_parts, torchao_products
+from fsdmoe.models.head import LMHead
 from fsdmoe.models.projections import linear_forward
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import OWN_KEYS, Part, PrecisionConfig
@@ -167,6 +170,9 @@ def apply_recipe(
         for module, part in given.items():
             found["travel"] += _quantize_weights(module, recipe, others, transposed=part in fused)
     line = _line(recipe, precision, found)
+    if precision.head == "fp8":
+        _quantize_head(model, recipe, precision)
+        line += "; the head's loss"
     return Covered(f"{line}; codes are kept for backward" if keeps_codes else line, states)
 
 
@@ -258,6 +264,16 @@ def _give(
     (state,) = _states((name,), precision)
     module.quantized = LinearPolicy(recipe, precision.emulate, state, products=products)
     return [] if state is None else [state]
+
+
+def _quantize_head(model: nn.Module, recipe: Recipe, precision: PrecisionConfig) -> None:
+    heads = [module for module in model.modules() if isinstance(module, LMHead)]
+    if not heads:
+        raise ConfigError(
+            'precision.head: expected a decoder of fsdmoe, got a model whose loss is its own; set "bf16"'
+        )
+    for head in heads:
+        head.products_of = partial(fp8_head, recipe, precision.emulate)
 
 
 def _keep_codes_of_input(module: Any, name: str, part: Part) -> None:

@@ -174,6 +174,11 @@ KEPT_CODES_ROWS = (
     Row(on.KEPT_CODES, on.ADAPTERS, NOT_BUILT, "experts with adapters keep their values"),
 )
 
+HEAD_ROWS = (
+    Row(on.HEAD_IN_FP8, on.WRAPPED, NOT_BUILT, "a wrapped model's head multiplies in its own precision"),
+    Row(on.HEAD_IN_FP8, on.TORCHAO_PRODUCTS, NOT_BUILT, "the head takes fsdmoe's own products"),
+)
+
 MUON_ROWS = (
     Row(MUON, STATE_OFFLOAD, NOT_BUILT, "matrices are stepped together, not in chunks of elements"),
     Row(MUON, SMALL_MOMENTS, NOT_BUILT, "momentum is kept in float32 or bfloat16"),
@@ -230,7 +235,7 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 REFUSED: tuple[Row, ...] = (
     *GRAPH_ROWS, *SUB_BATCH_ROWS, *CLONE_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS,
-    *KEPT_CODES_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
+    *KEPT_CODES_ROWS, *HEAD_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(
     Row(MUON, other, RIGHT, "tests/behaviour/optim/test_muon_pairs.py")

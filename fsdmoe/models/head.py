@@ -8,9 +8,9 @@ instead of ``T*V``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -46,6 +46,30 @@ class TokenObjective(ABC):
         """A scalar, of the losses of a micro-batch's tokens, 0 where they are masked."""
 
 
+class HeadProducts(Protocol):
+    """Products of a chunk with the head's weight."""
+
+    def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor: ...
+
+    def hidden_grad(self, grad_logits_CV: torch.Tensor, out_CD: torch.Tensor) -> None: ...
+
+
+ProductsOf = Callable[[torch.Tensor], HeadProducts]
+"""Of a weight, for one forward. In fp8: :mod:`fsdmoe.kernels.head_products`."""
+
+
+class PlainProducts(NamedTuple):
+    """In the precision of the weight."""
+
+    weight_VD: torch.Tensor
+
+    def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        return hidden_CD @ self.weight_VD.t()
+
+    def hidden_grad(self, grad_logits_CV: torch.Tensor, out_CD: torch.Tensor) -> None:
+        torch.mm(grad_logits_CV, self.weight_VD, out=out_CD)
+
+
 class LMHead(nn.Module):
     """``lm_head``: logits of hidden states, or the sum of their cross-entropies against labels."""
 
@@ -55,6 +79,8 @@ class LMHead(nn.Module):
         self.tensor = TensorGroup()
         self.is_lean = False
         """Smaller chunks."""
+        self.products_of: ProductsOf = PlainProducts
+        """How the loss multiplies with the weight."""
 
     def tensor_plan(self) -> TensorPlan:
         return {"weight": 0}
@@ -81,6 +107,7 @@ class LMHead(nn.Module):
         total, losses = linear_cross_entropies(
             [self._flat(each) for each in rows], self.weight, self.tensor,
             chunk_tokens=LEAN_CHUNK_TOKENS if self.is_lean else None, row_length=labels_BS.shape[-1],
+            products_of=self.products_of,
         )  # fmt: skip
         return (total, losses) if further else total
 
@@ -118,6 +145,7 @@ def linear_cross_entropies(
     *,
     chunk_tokens: int | None = None,
     row_length: int = 0,
+    products_of: ProductsOf = PlainProducts,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sum of the losses of all ``rows``, and each of them without a gradient (None where there is one).
     All share one gradient of the weight, which is as large as the weight in fp32.
@@ -139,7 +167,7 @@ def linear_cross_entropies(
         _Targets(each.labels, each.mask, divisor) for each, divisor in zip(rows, divisors, strict=True)
     ]
     total, losses = _LinearCrossEntropy.apply(
-        weight_VD, targets, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS, *hiddens
+        weight_VD, targets, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS, products_of, *hiddens
     )
     if weight_VD.dtype != torch.float16:
         return total, losses
@@ -177,7 +205,7 @@ class _TokenLosses(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T, mask_T)
         ctx.chunk_tokens = chunk_tokens
-        head = _Head(weight_VD, None, TensorGroup(), chunk_tokens)
+        head = _Head(weight_VD, PlainProducts(weight_VD), None, TensorGroup(), chunk_tokens)
         targets = _Targets(labels_T, mask_T, _as_scalar(1.0, hidden_TD))
         return torch.cat([losses_C for _, losses_C, _ in head.chunks_of(hidden_TD, targets, with_grad=False)])
 
@@ -185,7 +213,7 @@ class _TokenLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_TD, weight_VD, labels_T, mask_T = ctx.saved_tensors
-        head = _Head(weight_VD, None, TensorGroup(), ctx.chunk_tokens)
+        head = _Head(weight_VD, PlainProducts(weight_VD), None, TensorGroup(), ctx.chunk_tokens)
         targets = _Targets(labels_T, mask_T, _as_scalar(1.0, hidden_TD))
         grad_TD = torch.empty_like(hidden_TD)
         for rows, _, grad_logits_CV in head.chunks_of(hidden_TD, targets, with_grad=True):
@@ -220,9 +248,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Sequence[_Targets],
         tensor: TensorGroup,
         chunk_tokens: int,
+        products_of: ProductsOf,
         *hiddens_TD: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        needs_weight, _, _, _, *needs_hidden = ctx.needs_input_grad
+        needs_weight, _, _, _, _, *needs_hidden = ctx.needs_input_grad
         sink = sink_of(weight_VD) if needs_weight else None
         ctx.staged = None if sink is None else sink.stage()
         grad_weight_VD = None
@@ -230,7 +259,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight_VD = ctx.staged.tensor
         elif needs_weight:
             grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
-        head = _Head(weight_VD, grad_weight_VD, tensor, chunk_tokens)
+        head = _Head(weight_VD, products_of(weight_VD), grad_weight_VD, tensor, chunk_tokens)
         losses = []
         grads_TD = []
         for hidden_TD, each, is_needed in zip(hiddens_TD, targets, needs_hidden, strict=True):
@@ -275,7 +304,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight_VD = None
         elif grad_weight_VD is not None:
             grad_weight_VD = scale_(grad_weight_VD, grad_total).to(weight_VD.dtype)
-        return grad_weight_VD, None, None, None, *grads_TD
+        return grad_weight_VD, None, None, None, None, *grads_TD
 
 
 @dataclass
@@ -283,6 +312,7 @@ class _Head:
     """A weight whose gradient is summed up chunk by chunk."""
 
     weight_VD: torch.Tensor
+    products: HeadProducts
     grad_VD: torch.Tensor | None
     tensor: TensorGroup
     chunk_tokens: int
@@ -298,7 +328,7 @@ class _Head:
         for rows, losses_C, grad_logits_CV in self.chunks_of(hidden_TD, targets, with_grad=with_grad):
             total += losses_C.sum()
             if grad_TD is not None:
-                torch.mm(grad_logits_CV, self.weight_VD, out=grad_TD[rows])
+                self.products.hidden_grad(grad_logits_CV, grad_TD[rows])
             if self.grad_VD is not None:
                 add_product_(self.grad_VD, grad_logits_CV.t(), hidden_TD[rows], accumulate=self.is_begun)
                 self.is_begun = True
@@ -329,7 +359,7 @@ class _Head:
         sum over the divisor with respect to its logits, in the weight's dtype. ``fused``: the kernels, which
         need no fp32 copy of the logits; ``first``: the chunk's first token, for what they note."""
         labels_C, mask_C, divisor = targets
-        logits_CV = hidden_CD @ self.weight_VD.t()
+        logits_CV = self.products.logits(hidden_CD)
         if fused is not None:
             note = note_for_kernels(logits_CV.device)
             losses_C = fused.cross_entropy_(logits_CV, *targets, with_grad=with_grad, note=note, first=first)

@@ -243,6 +243,8 @@ def _loss_bytes(job: Job, setting: Setting, tokens: int) -> int:
     chunk = min(LEAN_CHUNK_TOKENS if setting.memory.wants_small_chunks else CHUNK_TOKENS, seen)
     width = size if tp == 1 else size + FP32
     given = (1 + model.num_nextn_predict_layers) * seen * model.hidden_size * size
+    if setting.precision.head == "fp8":  # codes of the weight, both ways round
+        given += 2 * model.hidden_size * (model.vocab_size // tp)
     return held_by_losses(job, setting) + chunk * (model.vocab_size // tp) * width + given
 
 

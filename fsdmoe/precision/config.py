@@ -48,11 +48,15 @@ class PrecisionConfig:
     output_dtype: ComputeDtype | None = None
     """What floating-point outputs of the whole model are cast to; none leaves them as they come."""
     recipe: RecipeName = "bf16"
-    """How matrix products of decoder layers are quantised (docs/low_precision.md). Routers, norms, embedding
-    and head never are."""
+    """How matrix products of decoder layers are quantised (docs/low_precision.md). Routers, norms and the
+    embedding never are, the head by precision.head."""
     backend: Backend = "auto"
     """With a recipe: whose kernels quantise and multiply. own: fsdmoe's, for Hopper. torchao: torchao's, for
     Hopper and Blackwell. auto: fsdmoe's, and torchao's on Blackwell (docs/low_precision.md)."""
+    head: Literal["bf16", "fp8"] = "bf16"
+    """With recipe = "fp8_blockwise": how the loss multiplies with the head's weight. bf16: in param_dtype.
+    fp8: logits and gradients of hidden states by products in fp8, with the recipe's scales; the weight's
+    gradient stays in param_dtype, summed in float32 (docs/low_precision.md)."""
     covers: tuple[Part, ...] = get_args(Part)
     """With a recipe: the parts that it covers."""
     keep_first_layers: int = 0
@@ -104,7 +108,7 @@ class PrecisionConfig:
             "main_rounding": ("nearest", "stochastic"),
             "output_dtype": (*get_args(ComputeDtype), None),
             "recipe": RECIPES, "backend": get_args(Backend), "gradient_format": ("e4m3", "e5m2", None),
-            "frozen_dtype": (*get_args(FrozenDtype), None),
+            "head": ("bf16", "fp8"), "frozen_dtype": (*get_args(FrozenDtype), None),
             "frozen_block": (32, 64, 128, 256, 512, None),
             "qat": (*get_args(DeployedFormat), None),
         }  # fmt: skip
@@ -176,6 +180,11 @@ class PrecisionConfig:
             problems.append(
                 "precision.frozen_dtype: expected precision.recipe = fp8_blockwise, whose products take its "
                 f"codes, or bf16, got {self.recipe}; set one of them, or drop frozen_dtype"
+            )
+        if self.head == "fp8" and self.recipe not in ("fp8_blockwise", "fp8_fast"):
+            problems.append(
+                'precision.head: expected precision.recipe = "fp8_blockwise", whose scales fp8 takes, got '
+                f'"{self.recipe}"; choose that recipe, or set precision.head = "bf16"'
             )
         if self.recipe == "bf16":
             defaults = PrecisionConfig.__dataclass_fields__

@@ -1,13 +1,19 @@
 """Head and loss: equal to plain cross-entropy, without the logits of all tokens ever existing."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdmoe.errors import ConfigError
+from fsdmoe.kernels.head_products import EmulatedHead, Fp8Head, fp8_head
 from fsdmoe.models import head
 from fsdmoe.models.head import LMHead, LossRows, linear_cross_entropies, linear_cross_entropy
+from fsdmoe.precision.formats import FP8_BLOCKWISE
 
 T, D, V = 37, 16, 50
 
@@ -160,3 +166,40 @@ def test_losses_of_several_depths_share_one_gradient(dtype: torch.dtype) -> None
     torch.testing.assert_close(losses, torch.stack(plain), **close)
     torch.testing.assert_close([first.grad, second.grad], list(expected[:2]), **close)
     torch.testing.assert_close(sink.buffer.to(dtype), expected[2], **close)
+
+
+def fp8_loss(products_of: Any, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """The loss, and the gradients of hidden states and of the weight."""
+    hidden, weight, labels = inputs
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    rows = [LossRows(leaves[0], labels, torch.ones_like(labels, dtype=torch.bool), 300.0)]
+    loss, _ = linear_cross_entropies(rows, leaves[1], products_of=products_of)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_a_head_in_fp8_is_as_close_to_fp64_as_fp8_is(powers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in fp8 and the emulation are the same; the weight's gradient sees rounded logits alone."""
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 128)
+    recipe = FP8_BLOCKWISE.with_power_of_two_scales() if powers else FP8_BLOCKWISE
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, 300, (300,), generator=generator)
+    weight = torch.randn(300, 256, generator=generator) / 16
+    hidden = torch.randn(300, 256, generator=generator) + 6 * weight[labels]  # which says something of labels
+    inputs = (hidden, weight, labels)
+    exact = fp8_loss(head.PlainProducts, tuple(t.double() if t.is_floating_point() else t for t in inputs))
+    emulated = fp8_loss(partial(EmulatedHead, recipe), inputs)
+    found = fp8_loss(partial(Fp8Head, recipe), inputs)
+    for ours, other in zip(found, emulated, strict=True):
+        assert ((ours - other).norm() / other.norm()).item() < 1e-5
+    errors = [((ours - other).norm() / other.norm()).item() for ours, other in zip(found, exact, strict=True)]
+    assert 0 < errors[0] < 0.01
+    assert 0.01 < errors[1] < 0.06
+    assert 1e-3 < errors[2] < 0.03
+
+
+def test_a_head_that_no_product_in_fp8_takes_is_refused_by_its_key() -> None:
+    with pytest.raises(
+        ConfigError, match=r"precision\.head: expected a head .* set precision\.emulate = true"
+    ):
+        fp8_head(FP8_BLOCKWISE, False, torch.zeros(100, 128))
