@@ -44,7 +44,8 @@ class RoutingContext:
     """Index of each token within its sequence; needed when sequences are split and capacity spans them."""
     token_mask_T: Tensor | None = None
     """False for padding: routed like any token, but never counted and first to be dropped. Not the loss mask:
-    a prompt token without a loss is a real token."""
+    a prompt token without a loss is a real token. ``[B, S]`` of the whole rows as they are given to a model,
+    of this rank's tokens ``[T]`` once it has cut them."""
     num_global_tokens: int | float | Tensor | None = None
     """Counted tokens of the whole step, over all ranks and micro-batches: the divisor of every balance term.
     None takes this call's own tokens, which is right for one process and one micro-batch only."""

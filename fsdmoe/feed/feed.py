@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.data import Batch
-from fsdmoe.data.origin import Origin
+from fsdmoe.data.origin import NO_DOCUMENT, Origin
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
@@ -42,6 +44,8 @@ class Inputs(dict[str, Any]):
     """A model's arguments for one micro-batch, and where its tokens are from."""
 
     origin: Origin | None = None
+    token_mask_BS: Tensor | None = None
+    """False for padding; none where there is none."""
 
 
 class Feed:
@@ -123,6 +127,8 @@ class Feed:
             loss_mask_BS=batch.loss_mask_BS,
         )
         arguments.origin = batch.origin
+        if batch.origin is not None and (is_padding_BS := batch.origin.document == NO_DOCUMENT).any():
+            arguments.token_mask_BS = (~is_padding_BS).to(self._device, non_blocking=True)
         if split is not None:
             arguments["split"] = split
         return arguments
@@ -155,6 +161,7 @@ class Feed:
         return RoutingContext(
             micro_batch=micro_batch,
             origin=origin,
+            token_mask_T=None if inputs is None else inputs.token_mask_BS,
             replay=tape,
             sequence_group=self._meshes.group(Axis.SEQUENCE),
             global_group=self._meshes.group(Axis.WORLD),
@@ -170,6 +177,9 @@ class Feed:
         """The same as whole numbers, which may be zero; in the order of :meth:`CausalLM.count_tokens`."""
         keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
         counts = [model.count_tokens(*(each[key] for key in keys)) for each in inputs]
+        for count, each in zip(counts, inputs, strict=True):
+            if (mask_BS := getattr(each, "token_mask_BS", None)) is not None:
+                count[0] = mask_BS.sum()
         # Ranks that share rows have all been given them: the first of each group counts.
         counts = [
             count if _is_counted(each.get("split")) else torch.zeros_like(count)
@@ -192,7 +202,8 @@ class Feed:
             counted = self._num_tokens(model, inputs)
             counts = StepCounts.from_vector(counted)
             for each in inputs:
-                out = model(**each, counts=counts, routing=self.routing())
+                routing = replace(self.routing(), token_mask_T=each.token_mask_BS)
+                out = model(**each, counts=counts, routing=routing)
                 total += out.cross_entropy.double() * counts.loss_tokens
             num_tokens += counted[1]  # not the divisor, which is one where no token has a loss
         model.train()

@@ -23,6 +23,7 @@ from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.causal_lm import StepCounts
 
 _LEAST_BORDERS = 16
+_MASK = "token mask"
 
 
 class GivenBatch(NamedTuple):
@@ -40,6 +41,8 @@ class GivenBatch(NamedTuple):
         found |= {f"count {index}": count for index, count in named}
         if self.routing.prior_load_LE is not None:
             found["prior load"] = self.routing.prior_load_LE
+        if self.routing.token_mask_T is not None:
+            found[_MASK] = self.routing.token_mask_T
         return found
 
 
@@ -64,6 +67,8 @@ def shape_key(batch: GivenBatch) -> ShapeKey | None:
         for name, value in batch.inputs.items()
         if name != "split"
     )
+    if batch.routing.token_mask_T is not None:
+        columns += (_MASK,)
     split, num_borders = batch.inputs.get("split"), 0
     if split is not None:
         if not _has_whole_rows(split):
@@ -124,7 +129,8 @@ class StaticInputs:
 
     def routing(self, *, first: bool) -> RoutingContext:
         """``first`` micro-batch of a step: nothing was routed before."""
-        return replace(self._routing, prior_load_LE=None if first else self._tensors["prior load"])
+        prior_load_LE = None if first else self._tensors["prior load"]
+        return replace(self._routing, prior_load_LE=prior_load_LE, token_mask_T=self._tensors.get(_MASK))
 
 
 class _PaddedBlock(Block):

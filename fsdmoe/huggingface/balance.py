@@ -30,7 +30,7 @@ class AuxiliaryLoss:
         self._module = module
 
     @functools.cached_property
-    def _is_known(self) -> bool:
+    def is_known(self) -> bool:
         """Whether the function next to the model's classes computes what we would, tried on random logits."""
         homes = {type(m).__module__ for m in self._module.modules()}
         found = {f for home in homes if (f := getattr(sys.modules.get(home), _NAME, None)) is not None}
@@ -57,7 +57,7 @@ class AuxiliaryLoss:
 
     def shared(self, out: Any, routing: RoutingContext) -> Tensor:
         """This rank's part of the value over the tokens of all ranks that share the rows."""
-        if not self._is_known:
+        if not self.is_known:
             raise ConfigError(
                 f"mesh.cp: the auxiliary loss of {type(self._module).__name__} is not known here, so it "
                 "cannot be computed over several ranks' tokens; set output_router_logits = false in the "

@@ -109,6 +109,7 @@ class WrappedCausalLM:
         lengths_BL = self._document_lengths(tokens_BS, positions_BS, document_ids_BS, pieces)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
+        token_mask_BS = None if routing is None else routing.token_mask_T
         if self._policies is not None or (routing is not None and routing.replay is not None):
             routing = pieces.describe(routing or RoutingContext(), counts.tokens)
         targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
@@ -120,11 +121,7 @@ class WrappedCausalLM:
             cross_entropy = self._loss_sum(out.logits, *targets) / counts.loss_tokens
         balance, loads_LE = self._balance(cross_entropy, routing)
         if self._auxiliary.is_in(out):
-            balance = balance + (
-                self._auxiliary.own(out, tokens_BS.numel() / counts.tokens)
-                if split is None
-                else self._auxiliary.shared(out, pieces.describe(RoutingContext(), counts.tokens))
-            )
+            balance = balance + self._family_balance(out, pieces, token_mask_BS, counts.tokens)
         loss = cross_entropy + balance
         if self._policies is not None and routing is not None:
             self._policies.follow_backward(loss, routing)
@@ -151,6 +148,17 @@ class WrappedCausalLM:
         loads = [forward.load_E for forward in self._experts.values() if forward.load_E is not None]
         loads_LE = torch.stack(loads) if loads else torch.zeros((0, 1), device=like.device)
         return torch.zeros_like(like), loads_LE
+
+    def _family_balance(
+        self, out: Any, pieces: Pieces, token_mask_BS: torch.Tensor | None, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """The model's own auxiliary loss, over the tokens of all ranks that share the rows. The model does
+        not know which of them are padding."""
+        if pieces.are_whole and (token_mask_BS is None or not self._auxiliary.is_known):
+            counted = pieces.num_tokens if token_mask_BS is None else token_mask_BS.sum()
+            return self._auxiliary.own(out, counted / num_tokens)
+        routing = pieces.describe(RoutingContext(token_mask_T=token_mask_BS), num_tokens)
+        return self._auxiliary.shared(out, routing)
 
     def _run(
         self,

@@ -39,6 +39,16 @@ class Pieces:
         self._shape, self._device = tokens_BS.shape, tokens_BS.device
         self._split, self._tensor = split, tensor
 
+    @property
+    def are_whole(self) -> bool:
+        """No other rank has a part of the rows."""
+        return self._split is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole rows, padding too."""
+        return self._shape.numel()
+
     def cut(self, x_BS: Tensor) -> Tensor:
         """What this rank's attention sees of a column of the batch, ``[B, L]``; zeros where it is padded."""
         return x_BS if self._split is None else self._split.plan.cut(x_BS)
@@ -47,6 +57,9 @@ class Pieces:
         """Say which of this rank's tokens belongs to which sequence, and how many tokens the step has."""
         origin = None if routing.origin is None else routing.origin.map(self._own_origin)
         routing = replace(routing, num_global_tokens=num_global_tokens, origin=origin)
+        if routing.token_mask_T is not None:
+            own_Bl = self._tensor.own(self.cut(routing.token_mask_T))
+            routing = replace(routing, token_mask_T=own_Bl.flatten())
         if self._split is None:
             if routing.sequence_group is None and self._tensor.size > 1:
                 routing = replace(routing, sequence_group=self._tensor.group)
@@ -54,7 +67,7 @@ class Pieces:
             return self._by_row(routing, places_S.expand(self._shape))
         plan = self._split.plan
         routing = replace(routing, sequence_group=self._split.sequence_group)
-        if plan.split.num_padding:
+        if plan.split.num_padding and routing.token_mask_T is None:  # cut, it has them
             is_token_Bl = self._tensor.own(plan.own.index_BL) != PADDING
             routing = replace(routing, token_mask_T=is_token_Bl.flatten())
         if self._split.by_document:
@@ -101,13 +114,18 @@ class WholeRows(NamedTuple):
     def part(self, rows: slice) -> WholeRows:
         """Some of the rows."""
         split = self.split
-        origin = self.routing.origin
+        origin, mask_BS = self.routing.origin, self.routing.token_mask_T
+        routing = replace(
+            self.routing,
+            origin=None if origin is None else origin.map(lambda x: x[rows]),
+            token_mask_T=None if mask_BS is None else mask_BS[rows],
+        )
         return self._replace(
             tokens_BS=self.tokens_BS[rows],
             positions_BS=self.positions_BS[rows],
             document_ids_BS=None if self.document_ids_BS is None else self.document_ids_BS[rows],
             split=None if split is None else split._replace(plan=split.plan.part(rows)),
-            routing=replace(self.routing, origin=None if origin is None else origin.map(lambda x: x[rows])),
+            routing=routing,
         )
 
     def describe(self, config: ModelConfig, tensor: TensorGroup) -> tuple[AttentionContext, RoutingContext]:

@@ -83,3 +83,17 @@ def test_loads_of_earlier_micro_batches_join_with_the_second() -> None:
     assert found is not None
     assert torch.equal(found, prior)
     assert found is not prior
+
+
+def test_what_is_padding_is_an_input_like_any_other() -> None:
+    def padded(mask: torch.Tensor) -> GivenBatch:
+        return micro_batch()._replace(routing=RoutingContext(token_mask_T=mask))
+
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    assert shape_key(padded(mask)) == shape_key(padded(~mask)) != shape_key(micro_batch())
+    static = StaticInputs(padded(mask), 0)
+    found = static.routing(first=True).token_mask_T
+    static.fill(padded(~mask))
+    assert found is not None
+    assert not found.any()
+    assert StaticInputs(micro_batch(), 0).routing(first=True).token_mask_T is None
