@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,8 @@ class Run:
                 seed=train.seed,
                 prepare=self.feed.prepare,
             )
-        self.checkpoints = Checkpointer(
-            config.checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config)
-        )
+        checkpoint = config.checkpoint if trains else replace(config.checkpoint, in_memory=0)
+        self.checkpoints = Checkpointer(checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config))
         self.checkpoints.told = told
         load = require_weights(config.model, config.precision, resumes=self.checkpoints.will_load())
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
@@ -125,7 +124,7 @@ class Run:
         self.health = Health(config.health, self.model, meshes, folder=folder, step=step, tell=self._tell)
         self.duties += self.health.duties
         groups = group_lines(self.model, self.optimizer, config.optim.groups)
-        self.observer.card(card | groups | self.health.card)
+        self.observer.card(card | groups | self.health.card | self.checkpoints.card)
         self._note_event(
             "restart" if events.read(folder) else "start", step=step, ranks=dist.get_world_size()
         )
@@ -242,9 +241,8 @@ class Run:
 
     def _go_back(self) -> None:
         """To the newest checkpoint, with the data behind what was read: the same rows would do the same."""
-        self.checkpoints.wait()
         parts = {name: part for name, part in self.state().items() if name != "data"}
-        loaded = self.checkpoints.load_latest(parts)
+        loaded = self.checkpoints.go_back(parts)
         if loaded is not None:
             stored = loaded["progress"]
             self.scaler.load_state_dict(stored.pop("loss_scale", {}))

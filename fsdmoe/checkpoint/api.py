@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdmoe.all_ranks import require_alike
+from fsdmoe.boxes import overlap
 from fsdmoe.checkpoint.adapter_names import SHELL, is_adapter_name, stored_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
@@ -32,6 +33,7 @@ from fsdmoe.checkpoint.parts import (
     tied_names,
 )
 from fsdmoe.checkpoint.reader import RegionReader
+from fsdmoe.checkpoint.saved_box import held_boxes
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
 from fsdmoe.checkpoint.settings import OptimizerSettings
 from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
@@ -168,12 +170,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
 
     def act() -> Tree:
         _refuse_other_mathematics(f"{storage.root}/{name}", index, parts)
-        models = [part for part in parts.values() if isinstance(part, nn.Module)]
-        for key, part in parts.items():
-            if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
-                make_optimizer_state(part, models, index.tensors, key)
-        tree = _without_added(_without_new_adapters(collect(parts, policy.meshes), index), index, parts)
-        fitting = _fitted(index, split_tree(tree)[0])
+        tree, fitting = _to_fill(index, parts, policy)
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
     tree = together(act)
@@ -186,6 +183,28 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
         together(functools.partial(take_codes, reader, taken))  # last: values made codes of all
     # together: a part that refuses its state on one rank ends the run on all of them
     return Loaded(name, together(lambda: restore(parts, tree, policy.optimizer_settings)), index.about)
+
+
+def _to_fill(index: Index, parts: Mapping[str, Any], policy: LoadPolicy) -> tuple[Tree, Index]:
+    """The tree of what is to be filled, and the checkpoint as far as it fits that."""
+    models = [part for part in parts.values() if isinstance(part, nn.Module)]
+    for key, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
+            make_optimizer_state(part, models, index.tensors, key)
+    tree = _without_added(_without_new_adapters(collect(parts, policy.meshes), index), index, parts)
+    return tree, _fitted(index, split_tree(tree)[0])
+
+
+def files_to_read(index: Index, parts: Mapping[str, Any], policy: LoadPolicy) -> set[str]:
+    """The files of which this rank needs something in a load."""
+    tree, fitting = _to_fill(index, parts, policy)
+    wanted = {key: tensor for key, tensor in split_tree(tree)[0].items() if key in fitting.tensors}
+    return {
+        stored.file
+        for box in held_boxes(wanted)
+        for stored in fitting.tensors[box.name].boxes
+        if overlap(stored.offsets, stored.sizes, box.offsets, box.sizes)
+    }
 
 
 def _fill_coded(storage: Storage, name: str, base: Index, part: Tree, policy: LoadPolicy) -> None:

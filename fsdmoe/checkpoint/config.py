@@ -34,6 +34,10 @@ class CheckpointConfig:
     """Checkpoints of steps divisible by this are kept for good; 0 keeps none beyond keep_last."""
     asynchronous: bool = True
     """Copy the state to host memory, go on training, and write in the background; one save at a time."""
+    in_memory: int = 0
+    """Steps between copies of the state in host memory (/dev/shm), each on two nodes. After a lost rank or
+    node the run goes on from there, not from the last checkpoint. 0 makes none. The last two copies of each
+    rank stay in memory, on both nodes."""
     verify: Literal["fast", "full"] = "fast"
     """Loading with "fast" checks every file's size and the checksum of every block it reads; "full"
     checks the whole checkpoint before anything is loaded."""
@@ -44,7 +48,12 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         lowest = {"interval": -1, "keep_last": 1, "keep_every": 0, "threads": 1, "max_failed_saves": 0}
-        problems = at_least("checkpoint", vars(self), lowest)
+        problems = at_least("checkpoint", vars(self), lowest | {"in_memory": 0})
+        if self.in_memory and self.interval < 0:
+            problems.append(
+                "checkpoint.in_memory: expected a run that saves its end, since copies in memory go with it, "
+                "got checkpoint.interval = -1; set it to 0 or more"
+            )
         if not self.load:
             problems.append(
                 'checkpoint.load: expected "latest", "none" or a path, got nothing; write one of them'

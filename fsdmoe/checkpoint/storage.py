@@ -106,7 +106,7 @@ class LocalStorage:
     def size(self, name: str, file: str) -> int | None:
         """Bytes of a file; None when it is not there."""
         try:
-            return (self._path / name / file).stat().st_size
+            return self._file(name, file).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -114,7 +114,7 @@ class LocalStorage:
         """Fill the buffers one after another from byte ``at``; :class:`DamagedCheckpointError` when the file
         ends before."""
         try:
-            handle = os.open(self._path / name / file, os.O_RDONLY)
+            handle = os.open(self._file(name, file), os.O_RDONLY)
         except OSError as error:
             raise DamagedCheckpointError(f"{name}/{file}", f"cannot be opened: {error.strerror}") from error
         try:
@@ -132,6 +132,9 @@ class LocalStorage:
             raise DamagedCheckpointError(f"{name}/{file}", f"cannot be read: {error.strerror}") from error
         finally:
             os.close(handle)
+
+    def _file(self, name: str, file: str) -> Path:
+        return self._path / name / file
 
     def delete(self, name: str) -> None:
         """Make a checkpoint invisible, then remove it; ``OSError`` when some of it is still there."""

@@ -8,6 +8,7 @@ as it was.
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fsdmoe.checkpoint.format import (
     StoredTensor,
     manifest_bytes,
     metadata_bytes,
+    parse_manifest,
 )
 from fsdmoe.checkpoint.reader import peek_serial
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress, write_safetensors
@@ -81,8 +83,8 @@ def write_share(
             return [done.result() for done in [pool.submit(write, number) for number in range(len(bins))]]
 
 
-def finish(order: SaveOrder, written: Iterable[WrittenFile]) -> None:
-    """On the coordinator, when all ranks have written: make the checkpoint visible."""
+def documents(order: SaveOrder, written: Iterable[WrittenFile], serial: int) -> dict[str, bytes]:
+    """The two JSON files of a checkpoint, in the order in which they are written."""
     files: dict[str, FileRecord] = {}
     kinds: dict[str, SavedBox] = {}
     boxes: dict[str, list[StoredBox]] = {}
@@ -95,25 +97,34 @@ def finish(order: SaveOrder, written: Iterable[WrittenFile]) -> None:
         name: StoredTensor(kinds[name].dtype, kinds[name].shape, tuple(found))
         for name, found in boxes.items()
     }
+    metadata = metadata_bytes(tensors, order.values, order.about)
+    writer = BlockWriter(io.BytesIO())
+    writer.write(metadata)
+    files[METADATA] = writer.record()
+    return {METADATA: metadata, MANIFEST: manifest_bytes(files, serial)}
+
+
+def write_documents(order: SaveOrder, made: dict[str, bytes]) -> None:
+    """Write both, and make the checkpoint visible."""
+    for file, data in made.items():
+        with order.storage.create(order.name, file) as handle:
+            handle.write(data)
+    order.storage.commit(order.name)
+
+
+def finish(order: SaveOrder, written: Iterable[WrittenFile]) -> None:
+    """On the coordinator, when all ranks have written: make the checkpoint visible."""
     with travelling_errors():
-        files[METADATA] = _write_small(order, METADATA, metadata_bytes(tensors, order.values, order.about))
         serial = 1 + max((peek_serial(order.storage, name) for name in order.storage.names()), default=0)
-        _write_small(order, MANIFEST, manifest_bytes(files, serial))
-        order.storage.commit(order.name)
-        _check_visible(order, files)
+        made = documents(order, written, serial)
+        write_documents(order, made)
+        _check_visible(order, parse_manifest(made[MANIFEST], order.name)[0])
         if order.point:
             order.storage.point_at(order.name)
 
 
 def _name_in_file(box: SavedBox) -> str:
     return f"{box.name}@{','.join(map(str, box.offsets))}"
-
-
-def _write_small(order: SaveOrder, file: str, data: bytes) -> FileRecord:
-    with order.storage.create(order.name, file) as handle:
-        writer = BlockWriter(handle)
-        writer.write(data)
-    return writer.record()
 
 
 def _check_space(order: SaveOrder, rank: int, boxes: Iterable[SavedBox]) -> None:

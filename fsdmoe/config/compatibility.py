@@ -214,6 +214,7 @@ TESTED_ROWS = (
     Row(on.QAT, on.WRAPPED, RIGHT, "tests/test_rounded_layers.py"),
     Row(on.ADAPTERS, on.WRAPPED, RIGHT, "tests/behaviour/test_adapter_run.py"),
     Row(on.POLICIES, on.WRAPPED, RIGHT, "tests/behaviour/huggingface/test_policies.py"),
+    Row(on.MEMORY_COPIES, EXPERT_PARALLELISM, RIGHT, "tests/behaviour/test_elastic.py"),
 )
 
 EXACT = (

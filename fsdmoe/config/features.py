@@ -34,6 +34,12 @@ EXCHANGED_HEADS = choice(
     "context parallelism by exchanged heads", "context_parallel.mode", "all_to_all", "ring"
 )
 
+# Checkpoints
+MEMORY_COPIES = Feature(
+    name="copies in memory of two nodes", key="checkpoint.in_memory", shown="above 0", off="0",
+    is_on=lambda chosen: chosen["checkpoint.in_memory"] > 0,
+)  # fmt: skip
+
 # Experts
 FLEX = choice("exchange without counts on the host", "experts.dispatcher", "flex", "auto")
 

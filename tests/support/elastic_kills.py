@@ -1,10 +1,12 @@
 """Elastic runs whose launchers are killed at random moments::
 
     python -m tests.support.elastic_kills --kills 20 --seed 1
+    python -m tests.support.elastic_kills --kills 20 --seed 1 --in-memory
 
 Two launchers of one rank each train a tiny model with ``mesh.ep = 2``. One of them is killed (SIGKILL) at a
 random moment, and the other goes on alone, with ``ep = 1``. All losses are compared with those of one process
-that was never interrupted.
+that was never interrupted. With ``--in-memory`` a whole node is lost: the launcher, its rank and what it had
+in memory. The run has no checkpoint, and must go on from the copies that the other node has.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from fsdmoe import events
+from fsdmoe.checkpoint.config import RUN_FOLDER
+from fsdmoe.checkpoint.node_memory import run_folder
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import NO_GPU
 from tests.support.scripts import IMPORTS_ROOT, ROOT
@@ -55,10 +62,11 @@ eval_interval = -1
 """
 
 
-def write_config(folder: Path, steps: int, name: str = "run") -> Path:
+def write_config(folder: Path, steps: int, name: str = "run", *, in_memory: bool = False) -> Path:
     """A configuration whose run is in the folder, under the same name."""
     path = folder / f"{name}.toml"
-    path.write_text(f'{TOML}steps = {steps}\noutput_dir = "{folder / name}"\n')
+    text = TOML.replace("interval = 5", "interval = 0\nin_memory = 1") if in_memory else TOML
+    path.write_text(f'{text}steps = {steps}\noutput_dir = "{folder / name}"\n')
     return path
 
 
@@ -179,12 +187,32 @@ class ElasticRun:
             assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.log}"
             time.sleep(0.05)
 
-    def kill(self, victim: int) -> Recovery:
-        """Kill a launcher with SIGKILL; how the other one goes on."""
+    def lose_node(self, victim: int) -> Recovery:
+        """Kill a launcher and its ranks with SIGKILL, all at once, and remove what its node had in memory;
+        how the other one goes on."""
+        launcher = self.launchers[victim].pid
+        ranks = children(launcher)
+        for pid in ranks:  # else they might do something between the two
+            os.kill(pid, signal.SIGSTOP)
+        memory = list(run_folder(str(self.run / RUN_FOLDER)).glob(f"*/node-{launcher}"))
+        for place in memory:
+            shutil.rmtree(place)
+        return self.kill(victim, ranks)
+
+    @property
+    def resumed_at(self) -> int:
+        """The step that the last start went on from."""
+        starts = [row for row in events.read(self.run) if row["event"] in ("start", "restart")]
+        return int(starts[-1]["step"])
+
+    def kill(self, victim: int, ranks: Iterable[int] = ()) -> Recovery:
+        """Kill a launcher with SIGKILL, and ``ranks``; how the other one goes on."""
         number = len(self.starts)
         survivor = self.launchers[1 - victim]
         before = children(survivor.pid)
         self.launchers[victim].send_signal(signal.SIGKILL)
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
         self.launchers.pop(victim).wait()
         self.wait_for("a new rank", lambda: children(survivor.pid) - before)
@@ -196,18 +224,35 @@ class ElasticRun:
         return Recovery(time.monotonic() - began, waited, cpu_seconds(rank))
 
 
-def kill_once(config: Path, chance: random.Random, last: int) -> tuple[str, Recovery]:
-    """A run one of whose launchers is killed: when, and how it went on."""
+class Killed(NamedTuple):
+    """A run one of whose launchers was killed."""
+
+    victim: int
+    step: int
+    """The last one that was finished."""
+    resumed: int
+    """The one that the run went on from."""
+    recovery: Recovery
+
+    def __str__(self) -> str:
+        moment = f"launcher {self.victim}, after step {self.step}, resumed at step {self.resumed}"
+        return f"{moment}; {self.recovery}"
+
+
+def kill_once(config: Path, chance: random.Random, last: int, *, in_memory: bool = False) -> Killed:
+    """A run one of whose launchers is killed, or with ``in_memory`` a whole node."""
     target, later, victim = chance.randint(0, last), chance.random(), chance.randrange(2)
     with ElasticRun(config) as run:
         run.wait_for("two ranks", lambda: run.starts[-1:] == ["2"])
         run.wait_for(f"step {target}", lambda: run.last_step >= target)
         time.sleep(later)
-        moment = f"launcher {victim}, after step {run.last_step}"
-        recovery = run.kill(victim)
+        step = run.last_step
+        recovery = run.lose_node(victim) if in_memory else run.kill(victim)
+        resumed = run.resumed_at
         assert run.launchers[0].wait(300) == 0, run.log
         assert run.starts[-1] == "1", run.log
-    return moment, recovery
+        assert not list(run_folder(str(run.run / RUN_FOLDER)).glob("*")), "left in memory"
+    return Killed(victim, step, resumed, recovery)
 
 
 def main() -> int:
@@ -215,20 +260,19 @@ def main() -> int:
     options.add_argument("--kills", type=int, default=20)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--steps", type=int, default=25, help="of a run")
+    options.add_argument("--in-memory", action="store_true", help="lose nodes of runs with copies in memory")
     given = options.parse_args()
     chance = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         expected = uninterrupted(folder, given.steps)
         for number in range(1, given.kills + 1):
-            config = write_config(folder, given.steps, f"run{number}")
-            moment, recovery = kill_once(config, chance, given.steps - 10)
+            config = write_config(folder, given.steps, f"run{number}", in_memory=given.in_memory)
+            killed = kill_once(config, chance, given.steps - 10, in_memory=given.in_memory)
             apart = differences(losses(config.with_suffix("")), expected)
-            print(
-                f"kill {number}: {moment}; {recovery}; losses {apart:.1e} apart",
-                flush=True,
-            )
+            print(f"kill {number}: {killed}; losses {apart:.1e} apart", flush=True)
             assert apart < 1e-5
+            assert not given.in_memory or killed.resumed >= killed.step - 1, "a finished step was lost"
     return 0
 
 
