@@ -195,7 +195,8 @@ def parallelize(
         logger.info("precision: %s", keep_frozen_in_codes(inner, policy.precision, meshes))
     if policy.precision.qat is not None:
         logger.info("precision: %s", round_weights(inner, policy.precision, meshes))
-    small_chunks = policy.memory.changes_calls and _keep_less(inner, meshes, policy.memory, kind)
+    memory = policy.memory
+    small_chunks = bool(memory.recompute or memory.offload) and _keep_less(inner, meshes, memory, kind)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(inner, meshes, sharding, init_fn=init_fn)

@@ -279,7 +279,10 @@ def _quantize_head(model: nn.Module, recipe: Recipe, precision: PrecisionConfig)
 def _keep_codes_of_input(module: Any, name: str, part: Part) -> None:
     """Of what nobody else keeps: attention keeps its output anyway, and the router the input of the shared
     experts. Experts know themselves whether rows are their own."""
-    owner = module if isinstance(module, GroupedExperts) else parallel_forward_of(module)
+    if isinstance(module, GroupedExperts):
+        module.policy = module.policy._replace(keeps_codes=True, has_own_rows=module.has_own_rows)
+        return
+    owner = parallel_forward_of(module)
     if owner is not None:
         owner.policy = owner.policy._replace(keeps_codes=True)
         return

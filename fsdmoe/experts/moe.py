@@ -80,6 +80,8 @@ class GroupedExperts(ExpertCompute, nn.Module):
     down_proj: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
+    has_own_rows: bool
+    """Whether rows come from elsewhere, so that nobody else keeps them for backward; the layer knows."""
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class GroupedExperts(ExpertCompute, nn.Module):
         self.intermediate_size = intermediate_size
         self.policy = ExpertPolicy(activation, weight_after, sequential=sequential)
         self.down_bias_start = 0
+        self.has_own_rows = False
         for name, placement in self._all_placements().items():
             parameter = None
             if bias or not name.endswith("bias"):
@@ -232,12 +235,11 @@ class MoE(nn.Module):
             self._routed: RoutedExperts = ClonedExperts(dispatcher, *counts, experts=self.experts)
         else:
             self._routed = RoutedExperts(dispatcher, *counts)
+        if self.experts.policy.spare_sms != self._routed.spare_sms:
+            self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
         # Else the router keeps the very rows that experts compute with.
-        has_own_rows = self.fc1_latent_proj is not None or dispatcher.crosses_ranks
-        policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms, has_own_rows=has_own_rows)
-        if self.experts.policy != policy:
-            self.experts.policy = policy
-        if not has_own_rows:
+        self.experts.has_own_rows = self.fc1_latent_proj is not None or dispatcher.crosses_ranks
+        if not self.experts.has_own_rows:
             # Named before either keeps them.
             self.memory_calls |= plain_calls("route")
         else:

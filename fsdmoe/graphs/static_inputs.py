@@ -62,7 +62,7 @@ class ShapeKey(NamedTuple):
 
 def shape_key(batch: GivenBatch) -> ShapeKey | None:
     """None where the host decides more than shapes: rows that several ranks share."""
-    columns = tuple(
+    columns: tuple[Any, ...] = tuple(
         (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, value is None)
         for name, value in batch.inputs.items()
         if name != "split"

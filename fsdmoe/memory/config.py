@@ -85,11 +85,6 @@ class MemoryConfig:
         return "auto" in self.recompute
 
     @property
-    def changes_calls(self) -> bool:
-        """Whether layers are called otherwise: something is recomputed, or waits elsewhere."""
-        return bool(self.recompute or self.offload)
-
-    @property
     def wants_small_chunks(self) -> bool:
         """Whether the loss is computed in smaller chunks too: where layers keep next to nothing, the chunk's
         logits are the peak."""

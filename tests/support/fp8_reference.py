@@ -42,19 +42,20 @@ def gate_up(
     weight: Codes,
     row_map: RowMap,
     *,
-    keep: bool,
+    keep: str,
     power_of_two: bool,
     dtype: torch.dtype,
-    codes: bool = False,
     term: LowRankTerm | None = None,
 ) -> tuple[Tensor | Codes | None, Codes]:
     """``fp8_launch.gate_up``."""
     pre_M2N = project(x, weight, row_map, dtype=dtype, term=term)
     act = quantized_rows(weighted_swiglu(pre_M2N, weights_RK, row_map), power_of_two)
-    if not keep:
+    if keep == "nothing":
         return None, act
     pre_2MN = torch.stack(pre_M2N.chunk(2, dim=1))
-    return quantized_rows(pre_2MN.flatten(0, 1).float(), power_of_two) if codes else pre_2MN, act
+    if keep == "values":
+        return pre_2MN, act
+    return quantized_rows(pre_2MN.flatten(0, 1).float(), power_of_two), act
 
 
 def weighted_swiglu(pre_M2N: Tensor, weights_RK: Tensor, row_map: RowMap) -> Tensor:

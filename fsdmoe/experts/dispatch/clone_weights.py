@@ -166,9 +166,7 @@ class _Send(torch.autograd.Function):
         ctx.transit = transit
         ctx.sinks = [sink_of(weight) for weight in weights]
         transit.outbound = transit.send()
-        handle = weights[0].new_empty(0)
-        ctx.save_for_backward(handle)  # see _Tie
-        return handle
+        return weights[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -225,6 +223,7 @@ class _Tie(torch.autograd.Function):
     def forward(ctx, transit: _CloneTransit, keep: bool, y_RD, handle):
         ctx.transit = transit
         ctx.keep = keep
+        ctx.save_for_backward(handle)
         return y_RD.view_as(y_RD)
 
     @staticmethod
@@ -233,9 +232,7 @@ class _Tie(torch.autograd.Function):
         transit: _CloneTransit = ctx.transit
         # Where the layer is run again in backward, that begins here on all ranks: it exchanges counts and
         # rows, and a rank without clones would do so only after the gradients of clones, others before.
-        receive = ctx.next_functions[1][0]
-        send = receive.next_functions[0][0]
-        _ = send.saved_tensors
+        _ = ctx.saved_tensors
         if not ctx.keep and transit.again is None:
             transit.again = transit.send()
         return None, None, dy_RD, dy_RD.new_empty(0)

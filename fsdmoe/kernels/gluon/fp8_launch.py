@@ -5,7 +5,7 @@ Sizes: M sorted rows with padding, K contracted, N columns, E experts; A, B rows
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -29,6 +29,10 @@ from fsdmoe.kernels.triton.grouped_gemm import LowRankTerm
 from fsdmoe.kernels.triton.launch import num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
 
+KeptAs = Literal["nothing", "values", "codes"]
+"""What the first product leaves for backward of its pre-activation."""
+
+_KEEP = {"nothing": NOTHING, "values": VALUES, "codes": CODES}
 _LAYOUTS = {
     (dtype, rows): gl.NVMMASharedLayout.get_default_for([rows, BLOCK], element)
     for dtype, element in ((FP8, gl.float8e4nv), (torch.bfloat16, gl.bfloat16))
@@ -69,14 +73,14 @@ def _launch(
     outputs: tuple[torch.Tensor | Codes, Codes | None],
     row_map: RowMap,
     sizes: tuple[int, int, int],
-    what: tuple[gl.constexpr, gl.constexpr],
+    what: tuple[gl.constexpr, gl.constexpr, gl.constexpr],
     *,
     weights_RK: torch.Tensor | None = None,
-    keep: gl.constexpr = VALUES,
     power_of_two: bool = False,
     term: LowRankTerm | None = None,
 ) -> None:
-    (kind, store), (a, a_scales), (b, b_scales) = what, *operands
+    kind, store, keep = what
+    (a, a_scales), (b, b_scales) = operands
     out, act = outputs
     # Where stores go that are no bulk copies: the scales of codes, or an output in fp32.
     out, direct = (out, out) if isinstance(out, torch.Tensor) else out
@@ -133,7 +137,7 @@ def project(
     scales ``[E, N/128, K/128]``. With ``narrow[m] @ factor[e]^T`` added, where a term is given."""
     n, k = weight.codes.shape[1:]
     out_MN = torch.empty(row_map.capacity, n, device=a.codes.device, dtype=dtype)
-    _launch((a, weight), (out_MN, None), row_map, (BLOCK, n, k // BLOCK), (PROJECT, BULK), term=term)
+    _launch((a, weight), (out_MN, None), row_map, (BLOCK, n, k // BLOCK), (PROJECT, BULK, VALUES), term=term)
     return out_MN
 
 
@@ -143,10 +147,9 @@ def gate_up(
     weight: Codes,
     row_map: RowMap,
     *,
-    keep: bool,
+    keep: KeptAs,
     power_of_two: bool,
     dtype: torch.dtype,
-    codes: bool = False,
     term: LowRankTerm | None = None,
 ) -> tuple[torch.Tensor | Codes | None, Codes]:
     """First projection with SwiGLU x weight: the pre-activation if it is to be kept, ``[2, M, N]`` or as
@@ -155,27 +158,23 @@ def gate_up(
     n, device = two_n // 2, x.codes.device
     act = empty_codes(row_map.capacity, n, device)
     out: torch.Tensor | Codes
-    if keep and codes:
+    if keep == "codes":
         out = empty_codes(2 * row_map.capacity, n, device)
-        what = CODES
-    elif keep:
+    elif keep == "values":
         out = torch.empty(2, row_map.capacity, n, device=device, dtype=dtype)
-        what = VALUES
     else:  # not written: a tensor of the right type and width describes it
         out = torch.empty(64, n, device=device, dtype=dtype)
-        what = NOTHING
     _launch(
         (x, weight),
         (out, act),
         row_map,
         (BLOCK, n, d // BLOCK),
-        (GATE_UP, BULK),
+        (GATE_UP, BULK, _KEEP[keep]),
         weights_RK=weights_RK,
-        keep=what,
         power_of_two=power_of_two,
         term=term,
     )
-    return out if keep else None, act
+    return None if keep == "nothing" else out, act
 
 
 def weight_grad(
@@ -186,4 +185,4 @@ def weight_grad(
     Panels ``[M/128, A, 128]`` with scales ``[M/128, A]``, and ``[M/128, B, 128]`` with ``[E, B/128]``."""
     store = ADD if accumulate else BULK if out_EAB.dtype == torch.bfloat16 else OVERWRITE
     _, a, b = out_EAB.shape
-    _launch((left, right), (out_EAB, None), row_map, (a, b, 1), (WEIGHT_GRAD, store))
+    _launch((left, right), (out_EAB, None), row_map, (a, b, 1), (WEIGHT_GRAD, store, VALUES))

@@ -61,7 +61,7 @@ class LowRankBlockwise(BlockwiseProducts):
             given.weights_RK,
             self._forward_codes(given.gate_up_E2ND, self.gate_up_scales),
             row_map,
-            keep=keep,
+            keep="values" if keep else "nothing",
             power_of_two=self.power_of_two,
             dtype=x_RD.dtype,
             term=_term(x_MQ, given.gate_up_b),

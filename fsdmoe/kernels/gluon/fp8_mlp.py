@@ -141,9 +141,9 @@ class BlockwiseProducts(NamedTuple):
             gate_up = self.quantized.gate_up
         own = None if self.keeps_rows or not keep else empty_codes(len(x_RD), x_RD.shape[1], x_RD.device)
         x = quantize_rows(x_RD, row_map, power_of_two=power_of_two, kept=own)
+        kept_as: gemm.KeptAs = "nothing" if not keep else "codes" if self.keeps_codes else "values"
         pre, act = gemm.gate_up(
-            x, given.weights_RK, gate_up, row_map, keep=keep, power_of_two=power_of_two, dtype=x_RD.dtype,
-            codes=self.keeps_codes,
+            x, given.weights_RK, gate_up, row_map, keep=kept_as, power_of_two=power_of_two, dtype=x_RD.dtype,
         )  # fmt: skip
         x_scales = x.scales
         del x

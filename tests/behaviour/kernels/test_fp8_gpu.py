@@ -119,9 +119,9 @@ def test_a_pre_activation_is_kept_as_its_codes(shape: tuple[int, ...]) -> None:
     weight = quantize_weights(layer.gate_up, layer.down).gate_up
     x = quantize_rows(layer.x, layer.map, power_of_two=False)
     given = (x, layer.weights, weight, layer.map)
-    options: dict[str, Any] = {"keep": True, "power_of_two": False, "dtype": torch.bfloat16}
-    pre, act = fp8_launch.gate_up(*given, **options)
-    codes, same_act = fp8_launch.gate_up(*given, **options, codes=True)
+    options: dict[str, Any] = {"power_of_two": False, "dtype": torch.bfloat16}
+    pre, act = fp8_launch.gate_up(*given, keep="values", **options)
+    codes, same_act = fp8_launch.gate_up(*given, keep="codes", **options)
     assert isinstance(codes, Codes)
     assert torch.equal(same_act.codes[: layer.used].float(), act.codes[: layer.used].float())
     assert isinstance(pre, torch.Tensor)
@@ -141,14 +141,14 @@ def test_the_matrix_products_equal_their_references(shape: tuple[int, ...]) -> N
     used, bf16 = slice(layer.used), {"dtype": torch.bfloat16}
     given = (x, layer.weights, weights.gate_up, layer.map)
     (pre, act), (expected_pre, expected_act) = (
-        package.gate_up(*given, keep=True, **options, **bf16) for package in (fp8_launch, fp8_reference)
+        package.gate_up(*given, keep="values", **options, **bf16) for package in (fp8_launch, fp8_reference)
     )
     assert error(pre[:, used], expected_pre[:, used]) < 2e-3
     assert error(act.scales[:, used], expected_act.scales[:, used]) < 2e-3
     # Values, not codes: the sigmoid is off by 2^-12, which turns over codes next to the middle between two,
     # and is many steps of the smallest ones.
     assert error(fp8_reference.rows_of(act)[used], fp8_reference.rows_of(expected_act)[used]) < 1e-2
-    nothing_kept = fp8_launch.gate_up(*given, keep=False, **options, **bf16)
+    nothing_kept = fp8_launch.gate_up(*given, keep="nothing", **options, **bf16)
     assert nothing_kept[0] is None
     assert torch.equal(nothing_kept[1].codes[used].float(), act.codes[used].float())
     for weight, rows in ((weights.down, act), (weights.down_transposed, x)):
