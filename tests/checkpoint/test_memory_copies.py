@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.axes import MeshConfig
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, memory_copies, node_memory
 from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.errors import ConfigError
@@ -158,12 +157,12 @@ def test_each_rank_has_its_copy_on_the_next_node() -> None:
     assert nodes.target(1) is None
 
 
-def copy_on_hosts(folder: str, hosts: list[int], degrees: dict[str, int], makes: bool) -> Any:
+def copy_on_hosts(folder: str, hosts: list[int], ep: int, makes: bool) -> Any:
     """Ranks on hosts of their own make a copy, or load one."""
     root = Path(folder) / f"host{hosts[dist.get_rank()]}"
     root.mkdir(exist_ok=True)
     with mock.patch.object(node_memory, "ROOT", root):
-        meshes = build_meshes(MeshConfig(**degrees))
+        meshes = build_meshes(ep=ep)
         config = CheckpointConfig(interval=100, in_memory=1)
         one = Checkpointer(config, f"{folder}/run", meshes=meshes)
         if makes:
@@ -182,9 +181,9 @@ def copy_on_hosts(folder: str, hosts: list[int], degrees: dict[str, int], makes:
 
 def test_any_host_may_be_lost_and_fewer_ranks_go_on(tmp_path: Path) -> None:
     """Three hosts of one rank; host 1 is lost, and a new one takes part in the end."""
-    card = run_ranks(copy_on_hosts, 3, str(tmp_path), [0, 1, 2], {}, True)
+    card = run_ranks(copy_on_hosts, 3, str(tmp_path), [0, 1, 2], 1, True)
     assert "for rank 2 of another node" in card[0]
     (tmp_path / "host1").rename(tmp_path / "lost")
-    kept = run_ranks(copy_on_hosts, 2, str(tmp_path), [0, 2], {"ep": 2}, False)
+    kept = run_ranks(copy_on_hosts, 2, str(tmp_path), [0, 2], 2, False)
     assert kept == [["step_00000002"]] * 2
-    run_ranks(copy_on_hosts, 3, str(tmp_path), [5, 0, 2], {}, False)
+    run_ranks(copy_on_hosts, 3, str(tmp_path), [5, 0, 2], 1, False)
