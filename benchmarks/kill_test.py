@@ -187,6 +187,7 @@ def config_of(folder: str, num_ranks: int) -> Config:
 
 def live(folder: str, kill: Kill | None, last_step: int) -> None:
     """One life: resume, train, write down every step in a journal, die or reach ``last_step``."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # cards of a thousand starts are no result
     config = config_of(folder, dist.get_world_size())
     rank, journal = dist.get_rank(), Path(folder) / JOURNAL
     if rank == 0:
