@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import uuid
@@ -73,6 +74,7 @@ logger = logging.getLogger(__name__)
 _KEPT = 2
 _ID = "copies_id"
 """Next to the checkpoints: which copies in memory are of this course of the run."""
+_NO_ID = "none"
 
 
 class MemoryCopies(Saver):
@@ -102,12 +104,19 @@ class MemoryCopies(Saver):
         self.storage = LocalStorage(self._folder / self._nodes.name)
 
     def _read_id(self) -> str:
-        return self._id_file.read_text().strip() if self._id_file.exists() else "none"
+        """Only what was written here: it names a folder beside which others are removed."""
+        try:
+            text = self._id_file.read_text(encoding="ascii", errors="replace").strip()
+        except OSError:
+            return _NO_ID
+        return text if re.fullmatch("[0-9a-f]{32}", text) else _NO_ID
 
     def _renew_id(self) -> str:
         identity = uuid.uuid4().hex
         self._id_file.parent.mkdir(parents=True, exist_ok=True)
-        self._id_file.write_text(f"{identity}\n")
+        fresh = self._id_file.with_name(f".{_ID}")
+        fresh.write_text(f"{identity}\n", encoding="ascii")
+        fresh.replace(self._id_file)  # at once: half of an id is none
         return identity
 
     def maybe_save(self, step: int, parts: Parts | Callable[[], Parts]) -> None:
@@ -153,7 +162,7 @@ class MemoryCopies(Saver):
         Raises:
             ConfigError: The hosts have no memory for copies.
         """
-        if not goes_on or self._folder.name == "none":
+        if not goes_on or self._folder.name == _NO_ID:
             self._use(from_first(self._renew_id))
         tensors = together(lambda: snapshot(parts, self._meshes)[0])
 

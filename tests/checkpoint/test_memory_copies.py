@@ -84,6 +84,17 @@ def test_copies_of_another_course_of_the_run_are_refused(tmp_path: Path, memory:
     assert start(tmp_path)[1] == (None if how == "deleted" else 5)
 
 
+@pytest.mark.parametrize("text", ["", "../..", "a1b2"])
+def test_an_id_that_is_none_names_no_folder(tmp_path: Path, memory: Path, text: str) -> None:
+    """Else the folder above would be taken for that of the run, and the files of others for its rest."""
+    run_until(2, tmp_path)
+    (memory / "of_another_program").mkdir()
+    (tmp_path / "run" / "copies_id").write_text(text)
+    assert start(tmp_path)[1] is None
+    assert copies_in(memory) == []
+    assert (memory / "of_another_program").is_dir()
+
+
 def test_a_kill_while_a_copy_is_written_costs_that_copy_only(tmp_path: Path) -> None:
     one = run_until(3, tmp_path)
     with mock.patch.object(memory_copies, "write_documents", side_effect=OSError("killed here")):
