@@ -272,16 +272,22 @@ def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -
 
 
 def _decoded_bytes(job: Job, setting: Setting, kind: LayerKind, view: LayerView) -> int:
-    """Of a layer's frozen weights that are kept as codes: the values of all experts, or of one projection."""
-    model = job.model
-    if setting.precision.frozen_dtype is None:
+    """Of a layer's frozen weights that are kept as codes: the values of all experts, or of one projection.
+    Where kernels multiply by the codes, these once more, transposed for backward."""
+    model, precision = job.model, setting.precision
+    if precision.frozen_dtype is None:
         return 0
+    takes_codes = (
+        precision.recipe != "bf16"
+        and not precision.emulate
+        and ("dense" if kind == "dense" else "experts") in precision.covers
+    )
     if kind == "dense":
         numel = model.hidden_size * model.intermediate_size
     else:
         width = model.moe_latent_size or model.hidden_size
         numel = 3 * width * model.moe_intermediate_size * model.num_experts // view.ep
-    return numel * setting.param_bytes
+    return numel * (1 if takes_codes else setting.param_bytes)
 
 
 def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:
