@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.moe import GroupedExperts
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.fsdp import Engine
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.architecture import current_architecture
@@ -162,7 +162,7 @@ def apply_recipe(
         else:
             states += _give(module, recipe, name, precision, products)
             if keeps_codes:
-                _keep_codes_of_input(module, name, part)
+                _keep_codes_of_input(model, name, part)
             given[module] = part
             found[part] += 1
     if precision.quantized_weights:
@@ -276,15 +276,19 @@ def _quantize_head(model: nn.Module, recipe: Recipe, precision: PrecisionConfig)
         head.products_of = partial(fp8_head, recipe, precision.emulate)
 
 
-def _keep_codes_of_input(module: Any, name: str, part: Part) -> None:
+def _keep_codes_of_input(model: nn.Module, name: str, part: Part) -> None:
     """Of what nobody else keeps: attention keeps its output anyway, and the router the input of the shared
-    experts. Experts know themselves whether rows are their own."""
-    if isinstance(module, GroupedExperts):
-        module.policy = module.policy._replace(keeps_codes=True, has_own_rows=module.has_own_rows)
+    experts, and of experts on the same rank."""
+    module: Any = model.get_submodule(name)
+    wrapped = parallel_forward_of(module)
+    if wrapped is not None:
+        is_own = wrapped.dispatcher.crosses_ranks
+        wrapped.policy = wrapped.policy._replace(keeps_codes=True, has_own_rows=is_own)
         return
-    owner = parallel_forward_of(module)
-    if owner is not None:
-        owner.policy = owner.policy._replace(keeps_codes=True)
+    if isinstance(module, GroupedExperts):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        is_own = isinstance(layer, MoE) and layer.has_own_rows
+        module.policy = module.policy._replace(keeps_codes=True, has_own_rows=is_own)
         return
     is_kept_anyway = {
         "attention": _OUTPUT.search(name) is not None,

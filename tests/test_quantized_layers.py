@@ -173,11 +173,12 @@ def _train_both(output_dir: str, overrides: dict[str, Any]) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantized_linear, "takes_fp8_products", lambda x: True)
         original = quantized_linear.fp8_linear
-        patch.setattr(
-            quantized_linear,
-            "fp8_linear",
-            lambda *args, **kept: taken.append(args) or original(*args, **kept),
-        )
+
+        def noted(*args: Any, **keys: Any) -> torch.Tensor:
+            taken.append(args)
+            return original(*args, **keys)
+
+        patch.setattr(quantized_linear, "fp8_linear", noted)
         _train(output_dir, overrides)
     return [len(taken), sum(isinstance(args[-1], KeptCodes) for args in taken)]
 

@@ -80,8 +80,6 @@ class GroupedExperts(ExpertCompute, nn.Module):
     down_proj: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
-    has_own_rows: bool
-    """Whether rows come from elsewhere, so that nobody else keeps them for backward; the layer knows."""
 
     def __init__(
         self,
@@ -100,7 +98,6 @@ class GroupedExperts(ExpertCompute, nn.Module):
         self.intermediate_size = intermediate_size
         self.policy = ExpertPolicy(activation, weight_after, sequential=sequential)
         self.down_bias_start = 0
-        self.has_own_rows = False
         for name, placement in self._all_placements().items():
             parameter = None
             if bias or not name.endswith("bias"):
@@ -226,6 +223,11 @@ class MoE(nn.Module):
         """How rows reach their experts."""
         return self._routed.dispatcher
 
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether experts compute with other rows than those that the router keeps."""
+        return self.fc1_latent_proj is not None or self.dispatcher.crosses_ranks
+
     def exchange_by(
         self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, sub_batches: int = 1
     ) -> None:
@@ -237,10 +239,8 @@ class MoE(nn.Module):
             self._routed = RoutedExperts(dispatcher, *counts)
         if self.experts.policy.spare_sms != self._routed.spare_sms:
             self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
-        # Else the router keeps the very rows that experts compute with.
-        self.experts.has_own_rows = self.fc1_latent_proj is not None or dispatcher.crosses_ranks
-        if not self.experts.has_own_rows:
-            # Named before either keeps them.
+        if not self.has_own_rows:
+            # The router keeps the very rows that experts compute with: named before either keeps them.
             self.memory_calls |= plain_calls("route")
         else:
             self.memory_calls.pop("route", None)

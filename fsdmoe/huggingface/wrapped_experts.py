@@ -76,7 +76,6 @@ class ParallelForward(ExpertCompute):
             limit=self.spec.limit,
             sequential=experts.compute == "sequential",
             spare_sms=self._routed.spare_sms,
-            has_own_rows=dispatcher.crosses_ranks,
         )
         self.memory_calls = plain_calls("experts")
         self.down_bias_start = start

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fsdmoe.kernels.embedding_grad import add_rows_by_id_
 from fsdmoe.kernels.frozen_weights import frozen_linear
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, linears_by_recipe
@@ -156,9 +157,8 @@ class _Embedding(torch.autograd.Function):
         buffer_VD, accumulate = claimed
         if not accumulate:
             buffer_VD.zero_()
-        tokens_T, rows = ctx.saved_tensors[0].flatten(), _rows(grad_y).to(buffer_VD.dtype)
+        tokens_T, rows = ctx.saved_tensors[0].flatten(), _rows(grad_y)
         if ctx.padding is not None:  # its row is not learned
             rows = rows.masked_fill((tokens_T == ctx.padding)[:, None], 0)
-        # Unlike index_add_, this adds the rows of one token in the same order every time.
-        buffer_VD.index_put_((tokens_T,), rows, accumulate=True)
+        add_rows_by_id_(buffer_VD, tokens_T, rows)
         return None, None, None

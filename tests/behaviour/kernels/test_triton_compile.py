@@ -15,6 +15,7 @@ from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertW
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
+    add_rows_by_id_triton,
     apply_update_triton,
     build_group_map,
     cross_entropy_,
@@ -178,6 +179,7 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     with compiling(architecture) as compiled:
         cross_entropy_(logits, torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool), one)
         scale_(logits, one)
+        add_rows_by_id_triton(torch.zeros(9, 5000), torch.zeros(4, dtype=torch.int64), logits)
         adamw_(*flat, numbers, weight=torch.zeros(64, dtype=torch.bfloat16))
         for interleaved, width in ((False, 32), (True, 32), (False, 64)):
             tables = torch.zeros(2, 2, 8, width)
@@ -194,7 +196,10 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
         "_norm_rope_kernel",
         "_norm_rope_backward_kernel",
     )
-    check(compiled, "_cross_entropy_kernel", "_scale_kernel", "_adamw_kernel", "_rope_kernel", *norms)
+    segments = "_sum_segments_kernel", "_join_segments_kernel"
+    check(
+        compiled, "_cross_entropy_kernel", "_scale_kernel", *segments, "_adamw_kernel", "_rope_kernel", *norms
+    )
     ptx = next(kernel.asm["ptx"] for key, kernel in compiled.items() if key.startswith("_adamw_kernel "))
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
     assert wide >= 4, "full blocks of all four buffers are to be read 16 bytes at a time"
