@@ -34,7 +34,7 @@ def build_config(
         overrides: Values by dotted key, as text of a command line; ``None`` stands for a bare switch.
         world_size: The number of ranks that the configuration is for.
         problems: Gets a line for everything that is wrong.
-        needs_data: False for a plan, which says nothing of data.
+        needs_data: False for a plan, which says nothing of data, and asks nothing of this machine's devices.
 
     Returns:
         The configuration; ``None`` when something is wrong.
@@ -42,7 +42,8 @@ def build_config(
     config, wrong = compose(mapping, overrides, problems, needs_data=needs_data)
     config = fit_mesh(config, world_size)
     # Nothing is concluded from a default that stands in for a wrong value.
-    problems.extend(line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys))
+    findings = cross_problems(config, world_size, is_here=needs_data)
+    problems.extend(line for keys, line in findings if wrong.isdisjoint(keys))
     return None if problems else config
 
 

@@ -31,11 +31,12 @@ Findings = list[tuple[tuple[str, ...], str]]
 _DENSE_AXES = ("mesh.dp_outer", "mesh.dp_shard", "mesh.cp", "mesh.tp")
 
 
-def cross_problems(config: Config, world_size: int) -> Findings:
-    """Each finding with the keys that it follows from."""
+def cross_problems(config: Config, world_size: int, *, is_here: bool = True) -> Findings:
+    """Each finding with the keys that it follows from. ``is_here``: it is to run on this machine, whose
+    devices are asked for kernels."""
     problems = mesh_problems(config, world_size)
     problems += [((row.feature.key, row.other.key), line) for row, line in check_compatibility(config)]
-    return problems + _policy_problems(config)
+    return problems + _policy_problems(config, is_here)
 
 
 def mesh_problems(config: Config, world_size: int) -> Findings:
@@ -113,10 +114,10 @@ def _degrees(mesh: MeshConfig, world_size: int) -> Degrees | None:
     return None
 
 
-def _policy_problems(config: Config) -> Findings:
+def _policy_problems(config: Config, is_here: bool) -> Findings:
     """What parts that are built from several sections would refuse."""
     problems: Findings = []
-    if config.precision.recipe != "bf16":
+    if config.precision.recipe != "bf16" and is_here:
         from fsdmoe.quantized_layers import check_recipe  # asks the device, which needs torch
 
         problems += asked(check_recipe, config.precision)

@@ -95,7 +95,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     name = Path(flags["--config"]).stem if "--config" in flags else ""
     config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere, name=name)
     fitted = fit_mesh(config, world_size)
-    problems += [line for keys, line in cross_problems(fitted, world_size) if wrong.isdisjoint(keys)]
+    findings = cross_problems(fitted, world_size, is_here=not is_plan)
+    problems += [line for keys, line in findings if wrong.isdisjoint(keys)]
     if "--print-config" in flags:
         _print_config(config, problems)
     found: Problems = []

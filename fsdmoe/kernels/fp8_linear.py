@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.kernels.fp8_operands import (
@@ -30,6 +31,8 @@ from fsdmoe.kernels.fp8_operands import (
     Operand,
     Wanted,
     as_operand,
+    is_blockwise,
+    padding_of,
     scales_of_all_tokens,
     takes_products,
     takes_shape,
@@ -79,12 +82,14 @@ def forward_product(
     plain = _plain_weight(weight_NK, recipe, given)
     if not isinstance(given, WeightScales):
         watch.collect_in_forward("weight", weight_NK, recipe.forward.second)
-    y_TN = scaled_matmul(made.rows, plain, x.dtype)[: len(x_TK)]
+    y_TN = scaled_matmul(made.rows, plain, x.dtype)[: len(x_TK), : len(weight_NK)]
     return y_TN.view(*x.shape[:-1], -1), made
 
 
 def quantize_gradient(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, transposed: bool) -> Both:
     grad_y_TN = grad_y.reshape(-1, grad_y.shape[-1])
+    if padding := padding_of(recipe, grad_y.shape[-1]):
+        grad_y_TN = F.pad(grad_y_TN, (0, padding))
     of_rows = Wanted(recipe.dgrad.first) if rows else None
     of_transposed = Wanted(recipe.wgrad.first) if transposed else None
     if of_rows is not None:
@@ -131,16 +136,18 @@ class KeptInput(NamedTuple):
 
 
 def deliver_product(
-    transposed: Operand, x_KT: Operand, sink: GradSink | None, dtype: torch.dtype
+    transposed: Operand, x_KT: Operand, sink: GradSink | None, weight_NK: Tensor
 ) -> Tensor | None:
     """The weight's gradient: into the sink's buffer, as the accumulator has it, or for autograd."""
+    num_outputs = len(weight_NK)
     if sink is None:
-        return scaled_matmul(transposed, x_KT, dtype)
+        return scaled_matmul(transposed, x_KT, weight_NK.dtype)[:num_outputs]
     claimed = sink.claim()
     if claimed is not None:
         buffer_NK, accumulate = claimed
-        if accumulate or not buffer_NK.is_contiguous():
-            gradient = scaled_matmul(transposed, x_KT, torch.float32)
+        is_padded = len(transposed.codes_RC) > num_outputs
+        if accumulate or is_padded or not buffer_NK.is_contiguous():
+            gradient = scaled_matmul(transposed, x_KT, torch.float32)[:num_outputs]
             buffer_NK.add_(gradient) if accumulate else buffer_NK.copy_(gradient)
         else:
             scaled_matmul(transposed, x_KT, buffer_NK.dtype, out_MN=buffer_NK)
@@ -170,7 +177,8 @@ class KeptCodes:
         key = self._version(), _second(recipe.forward), _second(recipe.dgrad)
         if key != self._key:
             self._key = key
-            self._both = quantize_both(weight_NK.detach(), Wanted(key[1]), Wanted(key[2]), pad=False)
+            pad = is_blockwise(recipe)
+            self._both = quantize_both(weight_NK.detach(), Wanted(key[1]), Wanted(key[2]), pad=pad)
         return self._both
 
 
@@ -182,9 +190,11 @@ product."""
 def _plain_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> Operand:
     scaling = _second(recipe.forward)
     if isinstance(given, WeightScales):
-        return as_operand(weight_NK.detach(), given.scales, scaling)
+        codes = _padded_codes(weight_NK.detach(), (0, 0, 0, padding_of(recipe, len(weight_NK))))
+        return as_operand(codes, given.scales, scaling)
     kept = None if given is None else given.both(weight_NK, recipe)
-    made = kept or quantize_both(weight_NK.detach(), Wanted(scaling), None, pad=False)
+    pad = is_blockwise(recipe)
+    made = kept or quantize_both(weight_NK.detach(), Wanted(scaling), None, pad=pad)
     assert made.rows is not None
     return made.rows
 
@@ -193,11 +203,18 @@ def transposed_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> O
     scaling = _second(recipe.dgrad)
     if isinstance(given, WeightScales):
         transposed = transpose_codes(weight_NK.detach()) if given.transposed is None else given.transposed
-        return as_operand(transposed, given.scales.t(), scaling)
+        codes = _padded_codes(transposed, (0, padding_of(recipe, len(weight_NK))))
+        return as_operand(codes, given.scales.t(), scaling)
     kept = None if given is None else given.both(weight_NK, recipe)
-    made = kept or quantize_both(weight_NK.detach(), None, Wanted(scaling), pad=False)
+    pad = is_blockwise(recipe)
+    made = kept or quantize_both(weight_NK.detach(), None, Wanted(scaling), pad=pad)
     assert made.transposed is not None
     return made.transposed
+
+
+def _padded_codes(codes: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """As bytes: torch pads no codes."""
+    return F.pad(codes.view(torch.uint8), padding).view(codes.dtype) if any(padding) else codes
 
 
 # Inputs that several layers share

@@ -114,7 +114,7 @@ class _Fp8Linears(torch.autograd.Function):
                 grad_x = part if grad_x is None else grad_x.add_(part)
             if both.transposed is not None:
                 x_KT = x_KT or x.transposed(recipe, shape, dtype, ctx.watches[0])
-                grad_weights[i] = deliver_product(both.transposed, x_KT, ctx.sinks[i], weight.dtype)
+                grad_weights[i] = deliver_product(both.transposed, x_KT, ctx.sinks[i], weight)
         return grad_x, None, None, None, None, *grad_weights
 
 

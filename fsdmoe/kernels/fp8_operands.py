@@ -12,7 +12,8 @@ over K in forward and over T in the weight gradient, so it is quantised as it li
 ``square``  ``[R / 128, C/128]``  128 x 128
 ==========  ====================  ============================================================================
 
-Tokens are padded with zeros to a multiple of 128, which every product takes. Sizes: R rows, C contracted.
+Tokens are padded with zeros to a multiple of 128, which every product takes, and so are the outputs of a
+layer with scales of blocks (DeepSeek-V3's 576). Sizes: R rows, C contracted.
 """
 
 from __future__ import annotations
@@ -81,9 +82,14 @@ def is_blockwise(recipe: Recipe) -> bool:
 
 
 def takes_shape(recipe: Recipe, num_outputs: int, num_inputs: int) -> bool:
-    """Whether they take a weight of this shape."""
+    """Whether they take a weight of this shape, its outputs padded where scales are of blocks."""
     size = BLOCK if is_blockwise(recipe) else _ALIGNMENT
-    return num_outputs % size == 0 and num_inputs % size == 0
+    return num_outputs % _ALIGNMENT == 0 and num_inputs % size == 0
+
+
+def padding_of(recipe: Recipe, num_outputs: int) -> int:
+    """Outputs of zeros that fill up the last block."""
+    return -num_outputs % BLOCK if is_blockwise(recipe) else 0
 
 
 def _takes(product: Product) -> bool:

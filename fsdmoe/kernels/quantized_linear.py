@@ -64,8 +64,9 @@ def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tens
     if not policy.emulate and x.numel():
         raise ConfigError(
             f"precision.recipe: expected layers that products of {recipe.name} take (bfloat16 on Hopper, "
-            f"CUDA 12.9 or later, widths that are multiples of {128 if is_blockwise(recipe) else 16}), got "
-            f"{x.dtype} on {x.device.type}, a weight {tuple(weight_NK.shape)}; set precision.emulate = true "
+            f"CUDA 12.9 or later, inputs that are multiples of {128 if is_blockwise(recipe) else 16} and "
+            f"outputs that are multiples of 16), got {x.dtype} on {x.device.type}, a weight "
+            f"{tuple(weight_NK.shape)}; set precision.emulate = true "
             "to compute it in plain torch (slowly), or keep the layer out by precision.keep"
         )
     return quantized_linear(x, weight_NK, recipe, watch)

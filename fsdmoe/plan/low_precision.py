@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import get_args
 
+from fsdmoe.kernels.architecture import Architecture
+from fsdmoe.kernels.torchao_products import torchao_parts
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.precision.config import Part, PrecisionConfig
 from fsdmoe.quantized_layers import parts_with_kernels
@@ -20,10 +22,12 @@ def faster_parts(precision: PrecisionConfig, gpu: Gpu) -> frozenset[str]:
     """The parts whose products are computed in the format of the recipe."""
     if precision.recipe == "bf16":
         return frozenset()
-    if not precision.emulate:  # a run is refused where there are no kernels
-        return frozenset(precision.covers)
     has = gpu.has_fp8_kernels
-    return frozenset(precision.covers) & parts_with_kernels(precision, products=has, experts=has)
+    found = parts_with_kernels(precision, products=has, experts=has)
+    if precision.backend == "torchao" or (precision.backend == "auto" and not has):
+        on: Architecture | None = "hopper" if has else "blackwell" if gpu.never_ran else None
+        found |= torchao_parts(precision.recipe, on)
+    return frozenset(precision.covers) & found
 
 
 def why_no_price(precision: PrecisionConfig, gpu: Gpu) -> str:
@@ -35,7 +39,13 @@ def why_no_price(precision: PrecisionConfig, gpu: Gpu) -> str:
     ]
     if precision.recipe == "bf16" or not emulated:
         return ""
+    parts = ", ".join(emulated)
+    if not precision.emulate:
+        return (
+            f"precision.recipe: {gpu.name} has no kernels of {precision.recipe} for {parts}: a run is "
+            "refused there and has no price"
+        )
     return (
-        f"precision.emulate: {precision.recipe} of {', '.join(emulated)} is emulated on {gpu.name}, which is "
-        "slower than bf16 and has no price"
+        f"precision.emulate: {precision.recipe} of {parts} is emulated on {gpu.name}, which is slower than "
+        "bf16 and has no price"
     )

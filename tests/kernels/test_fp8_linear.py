@@ -241,7 +241,8 @@ def test_recipes_without_products_and_odd_widths_are_told_apart() -> None:
     x = draw(16, 128)
     assert supports_linear(recipe_of("fp8_rowwise"), x, draw(48, 128))
     assert not supports_linear(recipe_of("fp8_rowwise"), x, draw(40, 128))
-    assert not supports_linear(recipe_of("fp8_blockwise"), x, draw(48, 128))
+    assert supports_linear(recipe_of("fp8_blockwise"), x, draw(48, 128)), "outputs are padded"
+    assert not supports_linear(recipe_of("fp8_blockwise"), x, draw(128, 48))
     assert not supports_linear(recipe_of("fp8_rowwise"), x[:0], draw(48, 128))
     policy = LinearPolicy(recipe_of("fp8_rowwise"), emulate=False)
     with pytest.raises(
@@ -321,3 +322,30 @@ def test_kept_codes_serve_backward_nearly_as_well_as_the_input(powers: bool) -> 
             < relative(other.double(), exact)
             < 1.3 * relative(one.double(), exact)
         )
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("coded", [False, True])
+def test_outputs_that_are_no_whole_blocks_are_padded(has_sink: bool, coded: bool) -> None:
+    """As DeepSeek-V3's 576: the emulation's products, whose last block is smaller."""
+    recipe = recipe_of("fp8_blockwise")
+    x, weight, dy = draw(2, 75, 256), draw(192, 256), draw(2, 75, 192)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = torch.autograd.grad(y := quantized_linear(*leaves, recipe), leaves, dy)
+    x = x.requires_grad_()
+    sink = Sink(weight.shape)
+    own: Tensor = weight.requires_grad_()
+    if coded:
+        quantized = quantize(weight.detach(), recipe.forward.second or recipe.forward.first)
+        codes = quantized.codes_RC.to(torch.float8_e4m3fn)
+        own = QuantizedWeight(codes, scales=WeightScales(quantized.scales_BB, (128, 128)))
+    if has_sink or coded:
+        own.grad_sink = sink  # type: ignore[attr-defined]
+    for times in (1, 2):
+        found = fp8_linear(x, own, recipe)
+        assert found.shape == (2, 75, 192)
+        assert relative(found, y) < 1e-6
+        grads = torch.autograd.grad(found, (x, own), dy, allow_unused=True)
+        assert relative(grads[0], expected[0]) < 1e-6
+        gradient = sink.buffer / times if has_sink or coded else grads[1]
+        assert relative(gradient, expected[1]) < 1e-6

@@ -28,7 +28,8 @@ ROWS = {
 
 def configured(name: str, num_gpus: int) -> Config:
     problems: list[str] = []
-    config = build_config(tomllib.loads((CLUSTERS / f"{name}.toml").read_text()), {}, num_gpus, problems)
+    tables = tomllib.loads((CLUSTERS / f"{name}.toml").read_text())
+    config = build_config(tables, {}, num_gpus, problems, needs_data=False)
     assert config is not None, problems
     return config
 
