@@ -30,7 +30,7 @@ from fsdmoe.graphs import build_micro_batches
 from fsdmoe.health.duties import Health
 from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.huggingface.preference import PreferenceLM
-from fsdmoe.kernels.backend import choose_kernels
+from fsdmoe.kernels.backend import choose_kernels, use_fixed_order
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
 from fsdmoe.optim import (
@@ -278,6 +278,8 @@ def train(command: CommandLine) -> int:
     folder = Path(command.config.train.output_dir).expanduser()
     with lifecycle.Ending(folder) as ending:
         choose_kernels(command.config.train.kernels)
+        if command.config.train.deterministic:
+            use_fixed_order()
         meshes = start_meshes(config)
         failures.register_rank()
         received = [] if command.evaluate_only else ending.catch_signals()

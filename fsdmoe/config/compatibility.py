@@ -186,6 +186,14 @@ MUON_ROWS = (
     Row(TORCHAO_MOMENTS, SMALL_GRANULES, CANNOT, "a slice must not cut a block of 256 elements"),
 )
 
+DETERMINISTIC_ROWS = (
+    Row(on.DETERMINISTIC, on.GRAPHS_OF_PACKED_ROWS, NOT_BUILT,
+        "attention in a graph adds up by another number of documents than in the first steps after a start",
+        'set train.graphs = "none" (or data.pack = false)'),
+    Row(on.DETERMINISTIC, on.TORCHAO_PRODUCTS, NOT_BUILT, "it is not known in which order torchao adds up"),
+)  # fmt: skip
+"""What has other bits in a run that is resumed, or may have."""
+
 _PIECE = "a rank has the keys of its own piece of a row"
 QK_CLIP_ROWS = (
     Row(QK_CLIP, on.WRAPPED, NOT_BUILT, "only in fsdmoe's own decoders are queries and keys known"),
@@ -206,6 +214,7 @@ TESTED_ROWS = (
         for other in (on.FLEX, on.WRAPPED, on.ADAPTERS, on.RECOMPUTED_LAYERS, on.RECOMPUTED_EXPERTS, MUON)
     ),
     Row(on.GRAPHS_OF_LAYERS, MUON, RIGHT, _WITH_GRAPHS),
+    Row(on.DETERMINISTIC, EXPERT_PARALLELISM, RIGHT, "tests/behaviour/test_deterministic.py"),
     Row(FROZEN_CODES, EXPERT_PARALLELISM, RIGHT, "tests/test_frozen_layers.py"),
     Row(FROZEN_CODES, on.ADAPTERS, RIGHT, "tests/test_frozen_layers.py"),
     Row(FROZEN_CODES, on.RECIPE, RIGHT, "tests/test_frozen_layers.py"),
@@ -237,6 +246,7 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 REFUSED: tuple[Row, ...] = (
     *GRAPH_ROWS, *SUB_BATCH_ROWS, *CLONE_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS,
     *KEPT_CODES_ROWS, *HEAD_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
+    *DETERMINISTIC_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(
     Row(MUON, other, RIGHT, "tests/behaviour/optim/test_muon_pairs.py")

@@ -17,6 +17,12 @@ ANY_GRAPHS = Feature(
     name="CUDA graphs", key="train.graphs", shown='"step" or "layer"', off='"none"',
     is_on=lambda chosen: chosen["train.graphs"] != "none",
 )  # fmt: skip
+DETERMINISTIC = switch("the same bits in every run", "train.deterministic")
+GRAPHS_OF_PACKED_ROWS = Feature(
+    name="CUDA graphs of packed rows", key="train.graphs",
+    shown='"step" or "layer" with data.pack = true', off='"none"',
+    is_on=lambda chosen: ANY_GRAPHS.is_on(chosen) and chosen["data.pack"],
+)  # fmt: skip
 
 # Meshes
 TENSOR_PARALLELISM = above("tensor parallelism", "mesh.tp")
@@ -228,5 +234,6 @@ QAT = Feature(
     name="quantisation-aware training", key="precision.qat", shown="a format", off='"none"',
     is_on=lambda chosen: chosen["precision.qat"] is not None,
 )  # fmt: skip
+TORCHAO_PRODUCTS = choice("products by torchao", "precision.backend", "torchao", "own")
 EMULATION = switch("an emulated recipe", "precision.emulate")
 STATISTICS = above("statistics of a recipe", "precision.statistics", 0)

@@ -51,6 +51,9 @@ class TrainConfig:
     only norms and attention of each layer, whatever the dispatcher."""
     graph_shapes: int = 4
     """With graphs: so many shapes of micro-batches are captured; further ones run without a graph."""
+    deterministic: bool = False
+    """Runs of the same configuration on the same machines have the same bits, resumed ones too: kernels add
+    up in a fixed order (docs/training.md#the-same-bits)."""
     fused_layers: bool = True
     """With model.hf: norms, projections, rotary positions, routers and attention of the model are computed as
     in fsdmoe's own decoders, where they compute the same; false leaves them to transformers."""

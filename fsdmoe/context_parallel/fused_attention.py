@@ -42,6 +42,10 @@ def choose_kernel(q_NHD: Tensor, v_MGE: Tensor, block: Block) -> Kernel | None:
     if widest > 256 or torch.cuda.get_device_capability(q_NHD.device) < (8, 0):
         return None
     is_long = block.window is None and block.max_queries * block.max_keys >= _LONG_SEGMENT
+    # cuDNN's backward adds gradients up in any order; its deterministic one wants tens of GiB of scratch for
+    # padded plans.
+    if torch.are_deterministic_algorithms_enabled():
+        return "flash"
     if not _cudnn_takes(q_NHD.shape[2], v_MGE.shape[2], q_NHD.device):
         return "flash"
     if is_long and block.is_uniform:

@@ -23,6 +23,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
@@ -55,6 +56,23 @@ def kernels(choice: KernelChoice) -> Iterator[None]:
         yield
     finally:
         choose_kernels(before)
+
+
+def use_fixed_order() -> None:
+    """From now on, and for this whole process, sums are added up in a fixed order wherever there is a choice:
+    ``train.deterministic``. Before the first product on a GPU.
+
+    fsdmoe's own kernels have no other order: none adds with atomics. torch's flash attention, its
+    ``index_add`` and its ``scatter_add`` follow torch's switch, as does the choice between cuDNN's attention,
+    whose backward has no fixed order, and flash (:mod:`fsdmoe.context_parallel.fused_attention`,
+    :mod:`fsdmoe.models.attention`). An operation that has no fixed order raises, and says which.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else concurrent products share a workspace
+    # Not with warn_only: flash attention would warn, and add up in any order.
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # of models that call torch's attention themselves
+    # Memory that is never read before it is written needs no filling.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def triton_for(x: Tensor) -> Any:

@@ -42,6 +42,8 @@ _CUDA_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+_IN_FIXED_ORDER = _CUDA_BACKENDS[1:]
+"""cuDNN's backward adds gradients up in any order."""
 
 
 class SplitRows(NamedTuple):
@@ -140,7 +142,8 @@ def attend(
     q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSHD, value_BSHD))
     grouped = q.shape[1] != k.shape[1]
     is_causal = mask_B1SS is None
-    with sdpa_kernel(_CUDA_BACKENDS, set_priority=True) if q.is_cuda else nullcontext():
+    backends = _IN_FIXED_ORDER if torch.are_deterministic_algorithms_enabled() else _CUDA_BACKENDS
+    with sdpa_kernel(backends, set_priority=True) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask_B1SS, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )

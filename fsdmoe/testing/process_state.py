@@ -24,6 +24,10 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
+def _set_filling(is_filled: bool) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = is_filled  # type: ignore[attr-defined]
+
+
 def _set_handlers(handlers: dict[int, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -39,6 +43,8 @@ _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (lambda: torch.utils.deterministic.fill_uninitialized_memory, _set_filling),  # type: ignore[attr-defined]
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (lambda: backend._choice, backend.choose_kernels),
 )

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
 from fsdmoe.capturing import is_capturing
 from fsdmoe.config import Config
@@ -19,7 +18,6 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.graphs import GraphedMicroBatches, LayeredMicroBatches, MicroBatches
 from fsdmoe.graphs.static_inputs import GivenBatch, StaticInputs, shape_key
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.models import attention
 from fsdmoe.models.causal_lm import LossOutput, StepCounts
 from fsdmoe.testing import requires_gpu, requires_nccl, requires_peft, requires_transformers
 from fsdmoe.train import Run
@@ -38,12 +36,9 @@ Row = tuple[float, float]
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Flash attention's backward is deterministic, if asked for without ``warn_only``; cuDNN's is not."""
-    monkeypatch.setattr(
-        attention, "_CUDA_BACKENDS",
-        [backend for backend in attention._CUDA_BACKENDS if backend != SDPBackend.CUDNN_ATTENTION],
-    )  # fmt: skip
+def deterministic() -> Iterator[None]:
+    """Flash attention's backward is deterministic, if asked for without ``warn_only``; cuDNN's is not, and is
+    not taken."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
