@@ -133,6 +133,71 @@ def recompute(axes: Any) -> None:
     axes.legend(frameon=False)
 
 
+def scaling(axes: Any) -> None:
+    """Tokens/s of a fixed batch on more GPUs: planned, next to what was published"""
+    found = [row for row in rows("papers", "MegaScale-MoE: scaling and ablation") if "table 3" in row[0]]
+    gpus = [number(row[0].partition("tokens/s:")[2]) for row in found]
+    lines = {
+        "fsdmoe, planned": (OURS, [number(row[2]) for row in found]),
+        "MegaScale-MoE, published": (PEER, [number(row[1].partition(",")[2]) for row in found]),
+        "Megatron-LM, published": (PALE, [number(row[1]) for row in found]),
+    }
+    for name, (colour, values) in lines.items():
+        style = "--" if "planned" in name else "-"
+        axes.plot(gpus, values, style, marker="o", markersize=4, color=colour, label=name)
+    axes.set(xlabel="GPUs, 720 rows a step", ylabel="thousand tokens/s", xticks=gpus)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, labelcolor="linecolor")
+
+
+def graphs(axes: Any) -> None:
+    """Time of a step without CUDA graphs and with them"""
+    names: list[str] = []
+    times: list[tuple[float, float]] = []
+    for section in ("Qwen3-30B-A3B, one rank", "Qwen3-30B-A3B, one of eight ranks"):
+        for row in rows("graphs", section):
+            rank = section.partition(", ")[2].replace("one of eight ranks", "one of eight")
+            names.append(f"{rank}\n{row[0].replace('x', ' x ')} tokens")
+            times.append((number(row[1]), number(row[2])))
+    for shift, colour, label in ((-0.2, PALE, "without"), (0.2, OURS, "with graphs")):
+        values = [pair[shift > 0] for pair in times]
+        drawn = axes.bar([x + shift for x in range(len(names))], values, 0.38, color=colour, label=label)
+        axes.bar_label(drawn, fmt="{:.0f}", padding=2)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("ms of a step, one H200")
+    axes.margins(y=0.12)
+    axes.legend(frameon=False)
+
+
+def goodput(axes: Any) -> None:
+    """Share of the time that makes progress at the failure rate of Llama 3 (simulated)"""
+    found = rows("goodput", "671 billion parameters, at the failure rate of Llama 3's training")
+    gpus = [number(row[0]) for row in found]
+    for column, colour, label in ((4, OURS, "copies in memory"), (2, PEER, "checkpoints on disk")):
+        values = [100 * number(row[column]) for row in found]
+        axes.plot(gpus, values, marker="o", markersize=4, color=colour, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(gpus, [f"{each:,.0f}" for each in gpus])
+    axes.set(xlabel="GPUs", ylabel="goodput, %", ylim=(90, 100))
+    axes.legend(frameon=False, labelcolor="linecolor", loc="lower left")
+
+
+def precision(axes: Any) -> None:
+    """Held-out loss of five seeds: bf16, the same with other rounding, FP8"""
+    found = {row[0]: row[1].split(", ") for row in rows("convergence", "FP8 blockwise, five seeds")}
+    settings = {"bf16": PALE, "other rounding": PEER, "fp8_blockwise": OURS}
+    for place, (name, colour) in enumerate(settings.items()):
+        values = [float(each) for each in found[name]]
+        axes.scatter(values, [place] * len(values), color=colour, s=36, zorder=3)
+        mean = sum(values) / len(values)
+        axes.plot([mean, mean], [place - 0.28, place + 0.28], color=colour, linewidth=2)
+        axes.annotate(f"mean {mean:.4f}", (mean, place - 0.3), ha="center", va="bottom", fontsize=8)
+    axes.set_yticks(range(len(settings)), ["bf16", "bf16, other\nmicro-batches", "FP8"])
+    axes.invert_yaxis()
+    axes.margins(y=0.25)
+    axes.set_xlabel("held-out loss after 1,500 steps, a dot a seed")
+
+
 PICTURES: dict[str, Callable[[Any], None]] = {
     "throughput": throughput,
     "layer": layer,
@@ -140,6 +205,10 @@ PICTURES: dict[str, Callable[[Any], None]] = {
     "time": time,
     "traffic": traffic,
     "recompute": recompute,
+    "scaling": scaling,
+    "graphs": graphs,
+    "goodput": goodput,
+    "precision": precision,
 }
 
 
