@@ -1,8 +1,9 @@
-"""Work that a feature does at the end of each training step, resolved once for a run.
+"""Work that a feature does around each training step, resolved once for a run.
 
 ======================  ======================================================================================
 duty                    when there is one
 ======================  ======================================================================================
+:class:`SeedDuty`       ``model.hf``: dropout and the like draw by ``train.seed``, the step and the rank
 :class:`FlexDuty`       the ``flex`` dispatcher: a step whose rows did not fit is run again
 :class:`RecipeDuty`     ``precision.statistics``: figures of quantised operands
 :class:`BiasDuty`       ``experts.balance.bias_rate``: routers' biases follow the loads
@@ -20,10 +21,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdmoe.experts.bias import BiasedRouter, update_biases
 from fsdmoe.experts.dispatch.flex_state import FlexState
+from fsdmoe.models.decoder import Decoder
+from fsdmoe.models.init import seed_of
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.optim.ema import WeightAverage
 from fsdmoe.optim.qk_clip import QKClip
@@ -33,6 +37,9 @@ from fsdmoe.quantized_state import QuantizedState, state_of
 
 class StepDuty:
     """What a feature may have to do; by default nothing."""
+
+    def begin(self, step: int) -> None:
+        """Before the first forward of step ``step``, counted from 0; again where it is run again."""
 
     def must_repeat(self, is_finite: bool) -> bool:
         """After backward: whether the step is to be run again, from zeroed gradients."""
@@ -51,6 +58,17 @@ class StepDuty:
     def figures(self, *, is_logged: bool) -> dict[str, Any]:
         """At the end of the step, skipped or not: what to record of it."""
         return {}
+
+
+class SeedDuty(StepDuty):
+    """Makes what a step draws (dropout, a router's jitter) depend on the seed, the step and the rank alone: a
+    run that is resumed draws what it would have drawn, and ranks with other tokens draw otherwise."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def begin(self, step: int) -> None:
+        torch.manual_seed(seed_of(self._seed, "step", step, dist.get_rank()))
 
 
 class FlexDuty(StepDuty):
@@ -116,9 +134,13 @@ def step_duties(
     bias_rate: float,
     optim: OptimConfig,
     average: WeightAverage | None,
+    *,
+    seed: int = 0,
 ) -> list[StepDuty]:
     """Those of a model from ``parallelize``, whose own routers are ``routers``."""
     duties: list[StepDuty] = []
+    if not isinstance(model, Decoder):  # ours draw nothing in training
+        duties.append(SeedDuty(seed))
     if (flex := flex_state_of(model)) is not None:
         duties.append(FlexDuty(flex))
     if (quantized := state_of(model)) is not None:

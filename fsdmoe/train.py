@@ -97,7 +97,9 @@ class Run:
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = WeightAverage(self.model, config.optim.ema) if config.optim.ema.decay else None
         bias_rate = config.experts.balance.bias_rate
-        self.duties = step_duties(self.model, self.decoder.routers(), bias_rate, config.optim, self.average)
+        self.duties = step_duties(
+            self.model, self.decoder.routers(), bias_rate, config.optim, self.average, seed=train.seed
+        )
         self.moe_layers = [f"layer {number}" for number in self.decoder.moe_layers()]
         self.max_norm = config.optim.grad_clip or math.inf
         self.tokens_per_step = train.global_batch_size * config.data.seq_len
@@ -141,6 +143,8 @@ class Run:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
         began = began or time.perf_counter()
         progress = self.progress
+        for duty in self.duties:
+            duty.begin(progress["step"])
         inputs = inputs or self.feed.inputs(self.data.next_step())
         counts = self.feed.count(self.decoder, inputs)
         loads_LE: Any = None

@@ -26,7 +26,7 @@ class TrainConfig:
     """Folder of this run: metrics, TensorBoard, checkpoints, summary. Without it runs/NAME, by the file of
     the configuration or, without a file, by model.preset."""
     seed: int = 0
-    """Seed of the initial weights and of the data order."""
+    """Seed of the initial weights and of the data order, and of dropout, which also depends on the mesh."""
     eval_interval: int = 100
     """Steps between evaluations on the held-out slice; 0 evaluates only at the end, -1 never."""
     eval_batches: int = 8

@@ -68,6 +68,15 @@ def test_adapters_train_alike_on_any_mesh_go_on_under_another_and_load_into_peft
     torch.testing.assert_close(loaded(batch(0, 0)).logits, trained, rtol=1e-4, atol=1e-4)
 
 
+def test_a_run_with_dropout_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    hf = folder_of(tmp_path, "qwen3_moe")
+    dropout = LORA | {"adapter__dropout": 0.3, "adapter__target_parameters": "[]", "mesh__ep": 2}
+    run_ranks(go, 2, str(hf), str(tmp_path / "whole"), STEPS, dropout)
+    run_ranks(go, 2, str(hf), str(tmp_path / "parts"), STOP, dropout)
+    run_ranks(go, 2, str(hf), str(tmp_path / "parts"), STEPS, dropout)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 def test_adapters_need_the_model_of_a_folder() -> None:
     with pytest.raises(
         ConfigError, match=r"adapter\.rank: adapters are for .*, got model\.hf = \"none\"; name one"
