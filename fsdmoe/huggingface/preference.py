@@ -3,7 +3,7 @@
 A row holds a pair: the chosen answer with its prompt, then the rejected one with the same prompt, as two
 documents, then padding. A micro-batch is two forwards::
 
-    reference   adapters switched off, no graph      log-probabilities of both answers
+    reference   adapters and dropout off, no graph   log-probabilities of both answers
     policy      adapters on                          the loss of the pairs, from both
 
 The head turns hidden states into losses of tokens chunk by chunk, so logits of a whole row never exist
@@ -109,13 +109,17 @@ class PreferenceLM:
         if document_ids_BS is None:  # rows without documents: padding alone
             document_ids_BS = torch.zeros_like(tokens_BS)
         reference: Any = AnswerSums(document_ids_BS, loss_mask_BS)
-        with torch.no_grad(), self._without_adapters():
+        with torch.no_grad(), self._as_reference():
             self._inner(tokens_BS, **given, counts=replace(counts, loss_tokens=reference))
         pairs: Any = PairLosses(reference, self._config, counts.loss_tokens)
         return self._inner(tokens_BS, **given, counts=replace(counts, loss_tokens=pairs), routing=routing)
 
     @contextlib.contextmanager
-    def _without_adapters(self) -> Iterator[None]:
+    def _as_reference(self) -> Iterator[None]:
+        """Without adapters, and without what training draws (dropout, jitter): it is what pairs are compared
+        with."""
+        is_training = self.module.training
+        self.eval()
         for layer in self._adapters:
             layer.enable_adapters(False)
         try:
@@ -123,6 +127,8 @@ class PreferenceLM:
         finally:
             for layer in self._adapters:
                 layer.enable_adapters(True)
+            if is_training:
+                self.train()
 
     def count_tokens(self, labels_BS: Tensor, loss_mask_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor:
         """``[all tokens, pairs]``, to be summed over the step."""

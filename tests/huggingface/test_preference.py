@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 import fsdmoe
 from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface import preference
 from fsdmoe.huggingface.preference import PreferenceLM
 from fsdmoe.huggingface.preference_config import PreferenceConfig
 from fsdmoe.models.causal_lm import StepCounts
@@ -93,6 +95,23 @@ def ours(loss: str, beta: float) -> tuple[float, float]:
         out.loss.backward()
     assert made.numel < given["tokens_BS"].numel() * VOCABULARY
     return out.cross_entropy.item(), fsdmoe.clip_grad_norm(model, float("inf")).total.item()
+
+
+def reference_of(process_seed: int) -> tuple[list[list[float]], bool]:
+    """Log-probabilities that answers are compared with, in training; whether training goes on."""
+    torch.manual_seed(process_seed)
+    model = fsdmoe.parallelize(made_model(attention_dropout=0.5), fsdmoe.build_meshes(ep=1))
+    decoder = PreferenceLM(as_causal_lm(model), PreferenceConfig())
+    torch.manual_seed(process_seed)
+    with mock.patch.object(preference, "PairLosses", wraps=preference.PairLosses) as made:
+        decoder(**rows())
+    return made.call_args.args[0].sums_2B.tolist(), model.training
+
+
+def test_the_reference_draws_no_dropout() -> None:
+    (one,), (other,) = (run_ranks(reference_of, 1, seed) for seed in (1, 2))
+    assert one == other
+    assert one[1]
 
 
 def norm_of(model: Any) -> float:
