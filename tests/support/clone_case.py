@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdmoe.kernels.clone_plan import ClonePlan
 
-SHAPES = [(2, 8, 1), (4, 8, 2), (8, 128, 2), (3, 12, 2), (6, 6, 3), (1, 4, 2), (64, 256, 2)]
+SHAPES = [(2, 22, 1), (4, 8, 2), (8, 128, 2), (3, 12, 2), (6, 6, 3), (1, 4, 2), (64, 256, 2)]
 """Ranks, experts, slots."""
 
 

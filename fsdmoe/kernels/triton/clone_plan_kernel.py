@@ -1,7 +1,12 @@
 """Which experts are cloned where, in one program: see ``fsdmoe/kernels/clone_plan.py``.
 
 Prefix sums over pieces in descending order need no sort: a piece begins where the larger ones end, so it is
-compared with all others, a block of them at a time."""
+compared with all others. The others are rows of a tile whose columns belong to threads: sums stay in a thread
+until the end. What threads tell each other goes through ``scratch_ptr``, every number to a place of its own,
+so that a barrier after the stores is enough::
+
+    rows of experts | where they end | spills of experts | spare rows of ranks | slots: experts | slots: rows
+"""
 
 from __future__ import annotations
 
@@ -12,25 +17,19 @@ import triton.language as tl
 from fsdmoe.kernels.triton.launch import QuickLaunch, next_power_of_2
 
 _BLOCK = 32  # what is compared with at a time
+_NUM_WARPS = 8
 
 
 @triton.jit
-def _larger_before(values, numbers, groups, values_ptr, groups_of, count, BLOCK: tl.constexpr):
-    """For each value the sum of those in its group that are larger, or equal and come before it.
-
-    They are read back from ``values_ptr``; a group is ``groups_of`` values that follow one another."""
-    tl.store(values_ptr + numbers, values, mask=numbers < count)
-    tl.debug_barrier()
-    total = tl.zeros_like(values)
-    for first in range(0, count, BLOCK):
+def _larger_before(values, numbers, values_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """For each value the sum of those at ``values_ptr`` that are larger, or equal and come before it."""
+    total = tl.zeros([BLOCK, values.shape[0]], tl.int32)
+    for first in tl.static_range(0, COUNT, BLOCK):
         others = first + tl.arange(0, BLOCK)
-        other = tl.load(values_ptr + others, mask=others < count, other=0, volatile=True)[None, :]
-        mine = values[:, None]
-        is_before = (other > mine) | ((other == mine) & (others[None, :] < numbers[:, None]))
-        is_before = is_before & ((others // groups_of)[None, :] == groups[:, None])
-        total += tl.sum(tl.where(is_before, other, 0), 1)
-    tl.debug_barrier()
-    return total
+        other = tl.load(values_ptr + others, mask=others < COUNT, other=0, volatile=True)[:, None]
+        comes_first = (others[:, None] < numbers[None, :]).to(tl.int32)
+        total += tl.where(other > values[None, :] - comes_first, other, 0)
+    return tl.sum(total, 0)
 
 
 @QuickLaunch
@@ -49,106 +48,129 @@ def _plan_kernel(
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):
     per_rank: tl.constexpr = NUM_EXPERTS // NUM_RANKS
+    last_ptr = scratch_ptr + NUM_EXPERTS
+    spill_ptr = last_ptr + NUM_EXPERTS
+    spare_ptr = spill_ptr + NUM_EXPERTS
+    taken_ptr = spare_ptr + NUM_RANKS
     e = tl.arange(0, EXPERTS)
     p = tl.arange(0, RANKS)
     is_expert = e < NUM_EXPERTS
     is_rank = p < NUM_RANKS
-    rows_E = tl.zeros([EXPERTS], tl.int32)
+    rows_BE = tl.zeros([BLOCK, EXPERTS], tl.int32)
     for first in tl.static_range(0, NUM_RANKS, BLOCK):
         sources = first + tl.arange(0, BLOCK)
         at = counts_ptr + sources[:, None] * NUM_EXPERTS + e[None, :]
         inside = (sources < NUM_RANKS)[:, None] & is_expert[None, :]
-        rows_E += tl.sum(tl.load(at, mask=inside, other=0), 0)
-    home_E = e // per_rank
+        rows_BE += tl.load(at, mask=inside, other=0)
+    rows_E = tl.sum(rows_BE, 0)
+    tl.store(scratch_ptr + e, rows_E, mask=is_expert)
     last_E = tl.cumsum(rows_E, 0)
+    tl.store(last_ptr + e, last_E, mask=is_expert)
     mean = (tl.sum(rows_E, 0) + NUM_RANKS - 1) // NUM_RANKS
+    tl.debug_barrier()
 
     # What is above the mean, and what below it
-    before_E = _larger_before(rows_E, e, home_E, scratch_ptr, per_rank, NUM_EXPERTS, BLOCK)
-    tl.store(scratch_ptr + e, last_E, mask=is_expert)
-    tl.debug_barrier()
-    last_P = tl.load(scratch_ptr + (p + 1) * per_rank - 1, mask=is_rank, other=0, volatile=True)
-    first_P = tl.load(scratch_ptr + p * per_rank - 1, mask=is_rank & (p > 0), other=0, volatile=True)
-    first_E = tl.load(
-        scratch_ptr + home_E * per_rank - 1, mask=is_expert & (home_E > 0), other=0, volatile=True
-    )
-    end_E = tl.load(scratch_ptr + (home_E + 1) * per_rank - 1, mask=is_expert, other=0, volatile=True)
-    tl.debug_barrier()
-    above_E = end_E - first_E - mean - before_E
+    home_E = e // per_rank
+    above_E = tl.zeros_like(rows_E) - mean
+    spare_P = tl.zeros_like(p) + mean
+    for first in range(0, per_rank, UNROLLED):
+        for number in tl.static_range(UNROLLED):
+            index_E = home_E * per_rank + first + number
+            inside_E = is_expert & (index_E < (home_E + 1) * per_rank)
+            other_E = tl.load(scratch_ptr + index_E, mask=inside_E, other=0, volatile=True)
+            # A rank's rows, less those of its experts that are larger, or equal and come before this one
+            is_before = other_E > rows_E - (index_E < e).to(tl.int32)
+            above_E += tl.where(is_before, 0, other_E)
+            index_P = p * per_rank + first + number
+            inside_P = is_rank & (index_P < (p + 1) * per_rank)
+            spare_P -= tl.load(scratch_ptr + index_P, mask=inside_P, other=0, volatile=True)
     spill_E = tl.minimum(tl.maximum(above_E, 0), rows_E)
-    spill_E = tl.where(spill_E > least_rows, spill_E, 0)
-    spare_P = tl.where(is_rank, tl.maximum(mean - (last_P - first_P), 0), 0)
-    start_E = _larger_before(spill_E, e, e * 0, scratch_ptr, NUM_EXPERTS, NUM_EXPERTS, BLOCK)
-    start_P = _larger_before(spare_P, p, p * 0, scratch_ptr, NUM_RANKS, NUM_RANKS, BLOCK)
+    spill_E = tl.where((spill_E > least_rows) & is_expert, spill_E, 0)
+    spare_P = tl.where(is_rank, tl.maximum(spare_P, 0), 0)
+    tl.store(spill_ptr + e, spill_E, mask=is_expert)
+    tl.store(spare_ptr + p, spare_P, mask=is_rank)
+    tl.debug_barrier()
+    start_E = _larger_before(spill_E, e, spill_ptr, NUM_EXPERTS, BLOCK)
+    start_P = _larger_before(spare_P, p, spare_ptr, NUM_RANKS, BLOCK)
 
     # The largest pieces of each rank, into one slot after the other
     starts_EP = tl.maximum(start_E[:, None], start_P[None, :])
     left_EP = tl.minimum((start_E + spill_E)[:, None], (start_P + spare_P)[None, :]) - starts_EP
     for slot in tl.static_range(NUM_SLOTS):
-        moved_P = tl.max(left_EP, 0)
+        moved_P, taken_P = tl.max(left_EP, 0, return_indices=True)  # the first of those that are equal
         is_moved_P = moved_P > tl.maximum(least_rows, 0)
-        is_largest_EP = left_EP == moved_P[None, :]
-        taken_P = tl.min(tl.where(is_largest_EP, e[:, None], EXPERTS), 0)
         left_EP = tl.where(e[:, None] == taken_P[None, :], 0, left_EP)
-        at = scratch_ptr + NUM_EXPERTS + p * NUM_SLOTS + slot
+        at = taken_ptr + p * NUM_SLOTS + slot
         tl.store(at, tl.where(is_moved_P, taken_P, NUM_EXPERTS), mask=is_rank)
         tl.store(at + NUM_RANKS * NUM_SLOTS, tl.where(is_moved_P, moved_P, 0), mask=is_rank)
-    tl.store(scratch_ptr + e, last_E, mask=is_expert)
     tl.debug_barrier()
-    _write_pieces(
-        experts_ptr, ends_ptr, places_ptr, scratch_ptr, last_E, NUM_RANKS, NUM_EXPERTS, NUM_SLOTS, EXPERTS,
-        SLOTS, BLOCK,
+    _write_homes(ends_ptr, places_ptr, taken_ptr, e, last_E, NUM_RANKS, NUM_EXPERTS, NUM_SLOTS, BLOCK)
+    _write_clones(
+        experts_ptr, ends_ptr, places_ptr, last_ptr, taken_ptr, NUM_RANKS, NUM_EXPERTS, NUM_SLOTS, SLOTS,
+        BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
-def _write_pieces(
-    experts_ptr, ends_ptr, places_ptr, scratch_ptr, last_E,
-    NUM_RANKS: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+def _write_homes(
+    ends_ptr, places_ptr, taken_ptr, e, last_E,
+    NUM_RANKS: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pieces in the order of experts, ranks and slots. ``scratch_ptr``: where the rows of each expert end,
-    then experts of slots, in any order within a rank, then rows of slots."""
+    """What stays at home of each expert. ``taken_ptr``: experts of slots, in any order within a rank, then
+    rows of slots."""
+    num_all: tl.constexpr = NUM_RANKS * NUM_SLOTS
+    before_BE = tl.zeros([BLOCK, e.shape[0]], tl.int32)
+    moved_BE = tl.zeros([BLOCK, e.shape[0]], tl.int32)
+    for first in tl.static_range(0, num_all, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        taken = tl.load(taken_ptr + others, mask=others < num_all, other=NUM_EXPERTS, volatile=True)[:, None]
+        moved = tl.load(taken_ptr + num_all + others, mask=others < num_all, other=0, volatile=True)[:, None]
+        before_BE += (taken < e[None, :]).to(tl.int32)
+        moved_BE += tl.where(taken == e[None, :], moved, 0)
+    at_E = e + tl.sum(before_BE, 0)
+    tl.store(ends_ptr + at_E, last_E - tl.sum(moved_BE, 0), mask=e < NUM_EXPERTS)
+    place_E = e + e // (NUM_EXPERTS // NUM_RANKS) * NUM_SLOTS
+    tl.store(places_ptr + at_E, place_E, mask=e < NUM_EXPERTS)
+
+
+@triton.jit
+def _write_clones(
+    experts_ptr, ends_ptr, places_ptr, last_ptr, taken_ptr,
+    NUM_RANKS: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_SLOTS: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What clones take over: pieces in the order of experts, ranks and slots. ``taken_ptr``: as above."""
     per_rank: tl.constexpr = NUM_EXPERTS // NUM_RANKS
     num_all: tl.constexpr = NUM_RANKS * NUM_SLOTS
-    e = tl.arange(0, EXPERTS)
     c = tl.arange(0, SLOTS)
-    taken_ptr = scratch_ptr + NUM_EXPERTS
-    taken_C = tl.load(taken_ptr + c, mask=c < num_all, other=NUM_EXPERTS, volatile=True)
-    is_clone = taken_C < NUM_EXPERTS
-    last_C = tl.load(scratch_ptr + taken_C, mask=is_clone, other=0, volatile=True)
-    last_C = tl.where(is_clone, last_C, tl.max(last_E, 0))
-    before_E = tl.zeros([EXPERTS], tl.int32)
-    moved_E = tl.zeros([EXPERTS], tl.int32)
-    before_C = tl.zeros([SLOTS], tl.int32)
-    after_C = tl.zeros([SLOTS], tl.int32)
-    slot_C = tl.zeros([SLOTS], tl.int32)
-    for first in range(0, num_all, BLOCK):
-        others = first + tl.arange(0, BLOCK)
-        taken = tl.load(taken_ptr + others, mask=others < num_all, other=NUM_EXPERTS + 1, volatile=True)[
-            None, :
-        ]
-        moved = tl.load(taken_ptr + num_all + others, mask=others < num_all, other=0, volatile=True)[None, :]
-        before_E += tl.sum((taken < e[:, None]).to(tl.int32), 1)
-        moved_E += tl.sum(tl.where(taken == e[:, None], moved, 0), 1)
-        is_same = taken == taken_C[:, None]
-        is_earlier = others[None, :] < c[:, None]
-        comes_before = (taken < taken_C[:, None]) | (is_same & is_earlier)
-        before_C += tl.sum(comes_before.to(tl.int32), 1)
-        after_C += tl.sum(tl.where(is_same & (others[None, :] > c[:, None]), moved, 0), 1)
-        is_neighbour = (others // NUM_SLOTS)[None, :] == (c // NUM_SLOTS)[:, None]
-        slot_C += tl.sum((comes_before & is_neighbour).to(tl.int32), 1)
-    tl.store(ends_ptr + e + before_E, last_E - moved_E, mask=e < NUM_EXPERTS)
-    tl.store(places_ptr + e + before_E, e + e // per_rank * NUM_SLOTS, mask=e < NUM_EXPERTS)
-    at_C = tl.minimum(taken_C + 1, NUM_EXPERTS) + before_C
+    is_slot = c < num_all
     rank_C = c // NUM_SLOTS
-    tl.store(ends_ptr + at_C, last_C - after_C, mask=c < num_all)
+    taken_C = tl.load(taken_ptr + c, mask=is_slot, other=NUM_EXPERTS, volatile=True)
+    # Free slots come after all rows.
+    last_C = tl.load(last_ptr + tl.minimum(taken_C, NUM_EXPERTS - 1), volatile=True)
+    before_BC = tl.zeros([BLOCK, SLOTS], tl.int32)
+    after_BC = tl.zeros([BLOCK, SLOTS], tl.int32)
+    for first in tl.static_range(0, num_all, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        taken = tl.load(taken_ptr + others, mask=others < num_all, other=NUM_EXPERTS, volatile=True)[:, None]
+        moved = tl.load(taken_ptr + num_all + others, mask=others < num_all, other=0, volatile=True)[:, None]
+        comes_first = (others[:, None] < c[None, :]).to(tl.int32)
+        before_BC += (taken < taken_C[None, :] + comes_first).to(tl.int32)
+        is_after = (taken == taken_C[None, :]) & (others[:, None] > c[None, :])
+        after_BC += tl.where(is_after, moved, 0)
     # Slots of a rank stand in the order of their experts, wherever they stood before.
-    placed_C = rank_C * NUM_SLOTS + slot_C
-    tl.store(places_ptr + at_C, placed_C + (rank_C + 1) * per_rank, mask=c < num_all)
-    tl.store(experts_ptr + placed_C, taken_C, mask=c < num_all)
+    placed_C = rank_C * NUM_SLOTS
+    for slot in tl.static_range(NUM_SLOTS):
+        other = rank_C * NUM_SLOTS + slot
+        taken = tl.load(taken_ptr + other, mask=is_slot, other=NUM_EXPERTS, volatile=True)
+        placed_C += (taken < taken_C + (other < c).to(tl.int32)).to(tl.int32)
+    at_C = tl.minimum(taken_C + 1, NUM_EXPERTS) + tl.sum(before_BC, 0)
+    tl.store(ends_ptr + at_C, last_C - tl.sum(after_BC, 0), mask=is_slot)
+    tl.store(places_ptr + at_C, placed_C + (rank_C + 1) * per_rank, mask=is_slot)
+    tl.store(experts_ptr + placed_C, taken_C, mask=is_slot)
 
 
 def plan_clones_triton(
@@ -160,10 +182,11 @@ def plan_clones_triton(
     experts_PS = counts_PE.new_empty(num_ranks, num_slots)
     ends_F = counts_PE.new_empty(num_experts + num_all)
     places_F = torch.empty_like(ends_F)
+    scratch = counts_PE.new_empty(3 * num_experts + num_ranks + 2 * num_all)
     _plan_kernel[(1,)](
-        counts_PE.contiguous(), experts_PS, ends_F, places_F, counts_PE.new_empty(num_experts + 2 * num_all),
-        least_rows, NUM_RANKS=num_ranks, NUM_EXPERTS=num_experts, NUM_SLOTS=num_slots,
-        RANKS=max(2, next_power_of_2(num_ranks)), EXPERTS=max(2, next_power_of_2(num_experts)),
-        SLOTS=max(2, next_power_of_2(num_all)), BLOCK=_BLOCK, num_warps=16,
+        counts_PE.contiguous(), experts_PS, ends_F, places_F, scratch, least_rows, NUM_RANKS=num_ranks,
+        NUM_EXPERTS=num_experts, NUM_SLOTS=num_slots, RANKS=max(2, next_power_of_2(num_ranks)),
+        EXPERTS=max(2, next_power_of_2(num_experts)), SLOTS=max(2, next_power_of_2(num_all)), BLOCK=_BLOCK,
+        UNROLLED=min(8, num_experts // num_ranks), num_warps=_NUM_WARPS,
     )  # fmt: skip
     return experts_PS, ends_F, places_F
