@@ -20,6 +20,7 @@ from fsdmoe.experts.dispatch import ClonePolicy, Links, Rows, build_dispatcher
 from fsdmoe.experts.dispatch.clone_weights import CloneWeights
 from fsdmoe.experts.router import select_top_k
 from fsdmoe.experts.router_spec import RouterSpec
+from fsdmoe.experts.routing_file import save_routed_experts
 from fsdmoe.experts.scores import choice_scores
 from fsdmoe.kernels.expert_operands import ExpertWeights
 from fsdmoe.mesh import MeshConfig
@@ -34,6 +35,16 @@ def test_drawn_loads_are_as_uneven_as_asked() -> None:
     assert loads_LE.shape == (6, 64)
     with pytest.raises(SystemExit, match="expected a recording or 1 to 4, got 7"):
         uneven_loads.loads_of("7", 6, 64, RANKS)
+
+
+def test_recorded_loads_take_turns_with_layers(tmp_path: Path) -> None:
+    ids_NLK = torch.tensor([[[0, 1], [2, 3]], [[0, 2], [2, 3]]])
+    save_routed_experts(tmp_path / "some.safetensors", {"one": ids_NLK}, num_experts=8)
+    loads_LE = uneven_loads.loads_of(str(tmp_path / "some.safetensors"), 3, 8, RANKS)
+    first, second = [2, 1, 1, 0, 0, 0, 0, 0], [0, 0, 2, 2, 0, 0, 0, 0]
+    assert loads_LE.tolist() == [first, second, first]
+    with pytest.raises(SystemExit, match="expected loads of 16 experts, got 8"):
+        uneven_loads.loads_of(str(tmp_path), 3, 16, RANKS)
 
 
 @pytest.mark.parametrize("role", [uneven_loads.BUSIEST, uneven_loads.MEAN])

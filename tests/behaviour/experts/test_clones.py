@@ -62,13 +62,20 @@ def test_a_layer_with_clones_equals_one_process(world_size: int, layout: Layout,
 
 
 def test_a_layer_that_is_run_again_exchanges_alike_on_ranks_with_clones_and_without() -> None:
-    shape = Shape(layers=("moe",), plan=(0,), recompute="layer", clones=(1, 0, True))
-    steps = tuple(("micro", seed, "full", True) for seed in (86, 94))
+    shapes = (
+        Shape(layers=("moe",), plan=(0,), recompute="layer", clones=(1, 0, True)),
+        Shape(layers=("moe",), plan=(0,), recompute="layer", clones=(1, 0, False), chunks=2),
+        Shape(layers=("moe",), plan=(0,), recompute="layer", clones=(1, 0, True), frozen=("layers",)),
+    )
     precision = {"param_dtype": "float32", "reduce_dtype": "float32"}
-    program = Program(random_layout.Layout(2, ep=2), precision=precision, shape=shape, ops=steps)
-    (verdict,) = run_programs([program], timeout=15.0)
-    assert not verdict.problem
-    assert len(verdict.done) == 2
+    steps = tuple(("micro", seed, "full", True) for seed in (86, 94))
+    programs = [
+        Program(random_layout.Layout(2, ep=2), precision=precision, shape=shape, ops=steps)
+        for shape in shapes
+    ]
+    for verdict in run_programs(list(programs), timeout=15.0):
+        assert not verdict.problem
+        assert len(verdict.done) == 2
 
 
 MODELS: dict[str, dict[str, Any]] = {
