@@ -157,7 +157,7 @@ def place_as_one_of_many(
 
 
 def _picked(transit: clone_weights._CloneTransit, weight: Tensor) -> Tensor:
-    """Experts to send; where none leave this rank others come, and are filled with one of its own: products
+    """Experts to send. Where a rank only receives, what it receives is filled with one of its own: products
     of zeros draw less power, and take less time."""
     weight = weight.detach()
     return torch.stack([weight[expert] for expert in transit.clones.experts or [0]])
