@@ -32,6 +32,29 @@ def _larger_before(values, numbers, values_ptr, COUNT: tl.constexpr, BLOCK: tl.c
     return tl.sum(total, 0)
 
 
+@triton.jit
+def _around_mean(
+    rows_ptr, rows_E, mean, e, p, NUM_RANKS: tl.constexpr, NUM_EXPERTS: tl.constexpr, UNROLLED: tl.constexpr
+):
+    """What the rank of an expert has above the mean, less its larger experts; what a rank has below it."""
+    per_rank: tl.constexpr = NUM_EXPERTS // NUM_RANKS
+    home_E = e // per_rank
+    above_E = tl.zeros_like(rows_E) - mean
+    spare_P = tl.zeros_like(p) + mean
+    for first in range(0, per_rank, UNROLLED):
+        for number in tl.static_range(UNROLLED):
+            index_E = home_E * per_rank + first + number
+            inside_E = (e < NUM_EXPERTS) & (index_E < (home_E + 1) * per_rank)
+            other_E = tl.load(rows_ptr + index_E, mask=inside_E, other=0, volatile=True)
+            # A rank's rows, less those of its experts that are larger, or equal and come before this one
+            is_before = other_E > rows_E - (index_E < e).to(tl.int32)
+            above_E += tl.where(is_before, 0, other_E)
+            index_P = p * per_rank + first + number
+            inside_P = (p < NUM_RANKS) & (index_P < (p + 1) * per_rank)
+            spare_P -= tl.load(rows_ptr + index_P, mask=inside_P, other=0, volatile=True)
+    return above_E, spare_P
+
+
 @QuickLaunch
 @triton.jit(do_not_specialize=["least_rows"])
 def _plan_kernel(
@@ -50,7 +73,6 @@ def _plan_kernel(
     BLOCK: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    per_rank: tl.constexpr = NUM_EXPERTS // NUM_RANKS
     last_ptr = scratch_ptr + NUM_EXPERTS
     spill_ptr = last_ptr + NUM_EXPERTS
     spare_ptr = spill_ptr + NUM_EXPERTS
@@ -72,21 +94,7 @@ def _plan_kernel(
     mean = (tl.sum(rows_E, 0) + NUM_RANKS - 1) // NUM_RANKS
     tl.debug_barrier()
 
-    # What is above the mean, and what below it
-    home_E = e // per_rank
-    above_E = tl.zeros_like(rows_E) - mean
-    spare_P = tl.zeros_like(p) + mean
-    for first in range(0, per_rank, UNROLLED):
-        for number in tl.static_range(UNROLLED):
-            index_E = home_E * per_rank + first + number
-            inside_E = is_expert & (index_E < (home_E + 1) * per_rank)
-            other_E = tl.load(scratch_ptr + index_E, mask=inside_E, other=0, volatile=True)
-            # A rank's rows, less those of its experts that are larger, or equal and come before this one
-            is_before = other_E > rows_E - (index_E < e).to(tl.int32)
-            above_E += tl.where(is_before, 0, other_E)
-            index_P = p * per_rank + first + number
-            inside_P = is_rank & (index_P < (p + 1) * per_rank)
-            spare_P -= tl.load(scratch_ptr + index_P, mask=inside_P, other=0, volatile=True)
+    above_E, spare_P = _around_mean(scratch_ptr, rows_E, mean, e, p, NUM_RANKS, NUM_EXPERTS, UNROLLED)
     spill_E = tl.minimum(tl.maximum(above_E, 0), rows_E)
     spill_E = tl.where((spill_E > least_rows) & is_expert, spill_E, 0)
     spare_P = tl.where(is_rank, tl.maximum(spare_P, 0), 0)
