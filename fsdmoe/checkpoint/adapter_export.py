@@ -3,9 +3,12 @@ safetensors file, written by the first rank."""
 
 from __future__ import annotations
 
+import logging
+import os
 from functools import partial
 from typing import Literal, get_args
 
+from fsdmoe.checkpoint.adapter_base import other_weight
 from fsdmoe.checkpoint.adapter_experts import for_servers
 from fsdmoe.checkpoint.adapter_names import (
     BASE,
@@ -17,6 +20,7 @@ from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_export import write_file, write_json
+from fsdmoe.checkpoint.hf_folder import open_hf_folder
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, SavedBox
 from fsdmoe.checkpoint.session import open_newest
@@ -24,6 +28,7 @@ from fsdmoe.checkpoint.storage import StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.rules import one_of
 
+logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Layout = Literal["peft", "per_expert"]
 
@@ -56,6 +61,7 @@ def to_adapter(
 
     def write() -> None:
         boxes, config = adapter_content(reader, adapter, layout)
+        config = _with_known_base(reader, config)
         is_adapter = there.size(called, CONFIG) is not None
         if is_adapter and not replace:
             raise CheckpointError(
@@ -72,6 +78,23 @@ def to_adapter(
             raise
 
     from_first(write)
+
+
+def _with_known_base(reader: RegionReader, config: Tree) -> Tree:
+    """Without the name of its base where that folder has other weights than the run was trained on."""
+    named = str(config.get("base_model_name_or_path") or "")
+    if not os.path.isdir(named):
+        return config
+    storage, called = split_address(named)
+    other = other_weight(reader, storage, called, open_hf_folder(storage, called))
+    if other is None:
+        return config
+    logger.warning(
+        "the adapter was not trained on the weights in %s (%s differs): checkpoint.load put others in their "
+        "place. base_model_name_or_path is left empty; write those to a folder with to-hf, and name it there",
+        named, other,
+    )  # fmt: skip
+    return {**config, "base_model_name_or_path": ""}
 
 
 def adapter_content(reader: RegionReader, adapter: str, layout: Layout) -> tuple[Boxes, Tree]:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsdmoe.checkpoint.adapter_base import other_weight
 from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content
 from fsdmoe.checkpoint.adapter_names import SHELL, stored_name
 from fsdmoe.checkpoint.adapter_updates import Factors, find_factors, refuse_other_kinds
@@ -75,7 +76,8 @@ def merge_adapter(
         adapter: A folder of peft or ``to_adapter``, or a checkpoint of a run with adapters.
         target: The folder to write. Configuration, tokenizer and generation files are those of ``base``.
         name: Of the adapter in a checkpoint.
-        any_base: Merge into ``base`` even if the adapter's configuration names another model.
+        any_base: Merge into ``base`` even if the adapter's configuration names another model, or the
+            checkpoint has other weights.
         dtype: Of all weights; None keeps each one's own.
         requantise: Write a base in FP8 as FP8 again. Weights that the adapter leaves alone keep their codes.
         shard_bytes: Largest size of a file.
@@ -92,12 +94,15 @@ def merge_adapter(
             "adapter, then the folder to make"
         )
     folder = together(lambda: open_hf_folder(storage, called))
-    found, config = _open_adapter(adapter, name)
+    found, config, checkpoint = _open_adapter(adapter, name)
     if os.path.realpath(adapter) == os.path.realpath(target):
         raise CheckpointError(f"{target}: expected a folder to make, got that of the adapter")
     _refuse_quantised(os.fspath(base), folder, dtype, requantise=requantise)
     if not any_base:
         together(lambda: _refuse_another_base(os.fspath(adapter), os.fspath(base), config))
+        if checkpoint is not None:
+            other = together(lambda: other_weight(checkpoint, storage, called, folder))
+            _refuse_other_weights(os.fspath(adapter), os.fspath(base), other)
     changes = together(lambda: _plan(os.fspath(adapter), os.fspath(base), folder, found, config))
     changed = {*changes.factors, *changes.replaced}
     reader = RegionReader(storage, called, Index(folder.readable, {}, folder.files), threads=1)
@@ -219,16 +224,18 @@ def _pieces(folder: HFFolder) -> dict[str, list[Piece]]:
     return found
 
 
-def _open_adapter(source: StrPath, name: str) -> tuple[Boxes, Tree]:
-    """The tensors of an adapter by their names in peft's file, and its configuration."""
+def _open_adapter(source: StrPath, name: str) -> tuple[Boxes, Tree, RegionReader | None]:
+    """The tensors of an adapter by their names in peft's file, its configuration, and the checkpoint that it
+    is in, unless it is a folder of its own."""
     storage, called = split_address(source)
+    checkpoint = None
     if from_first(lambda: storage.size(called, CONFIG) is not None):
         boxes, config = together(lambda: _open_folder(storage, called))
     else:
-        reader = open_newest(source)
+        reader = checkpoint = open_newest(source)
         boxes, config = together(lambda: _of_checkpoint(reader, name))
     read = lru_cache(maxsize=4)(lambda box: boxes[box]())  # an expert's neighbours use the same tensors
-    return {box: partial(read, box) for box in boxes}, config
+    return {box: partial(read, box) for box in boxes}, config, checkpoint
 
 
 def _open_folder(storage: Storage, called: str) -> tuple[Boxes, Tree]:
@@ -264,6 +271,15 @@ def _refuse_another_base(where: str, base: str, config: Tree) -> None:
         raise CheckpointError(
             f"{where}: base_model_name_or_path: expected {base}, got {named}, {found}; merge into "
             "the model that the adapter was trained on, or say that both are the same with --any-base"
+        )
+
+
+def _refuse_other_weights(where: str, base: str, other: str | None) -> None:
+    if other is not None:
+        raise CheckpointError(
+            f"{where}: expected an adapter of the weights in {base}, got one that was trained on others "
+            f"({other} differs): checkpoint.load put them in their place; write those to a folder with to-hf "
+            "and merge into that, or merge all the same with --any-base"
         )
 
 

@@ -204,6 +204,12 @@ def _match(
         fix = ""
         if all(problem.startswith(f"optimizer{SEPARATOR}") for problem in problems):
             fix = "\n  only the optimizer's state is another; checkpoint.load_only_model = true leaves it out"
+        if any(".lora_" in problem for problem in problems):
+            fix = (
+                "\n  the adapters are not the same: one of the runs has none, or others. Give this run a "
+                "folder of its own (train.output_dir); to train adapters on the weights of a run, write them "
+                "with to-hf and name that folder as model.hf"
+            )
         raise CheckpointError(f"{name} does not fit:{listed(problems, 20)}{fix}")
     for change, count in converted.items():
         if world()[0] == 0:

@@ -24,7 +24,8 @@ def faster_parts(precision: PrecisionConfig, gpu: Gpu) -> frozenset[str]:
         return frozenset()
     has = gpu.has_fp8_kernels
     found = parts_with_kernels(precision, products=has, experts=has)
-    if precision.backend == "torchao" or (precision.backend == "auto" and not has):
+    takes_torchao = precision.backend == "torchao" or (precision.backend == "auto" and not has)
+    if takes_torchao and not precision.emulate:
         on: Architecture | None = "hopper" if has else "blackwell" if gpu.never_ran else None
         found |= torchao_parts(precision.recipe, on)
     return frozenset(precision.covers) & found

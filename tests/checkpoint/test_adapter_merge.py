@@ -68,6 +68,33 @@ def loaded(folder: Path) -> torch.Tensor:
     return logits(model)
 
 
+def test_an_adapter_of_other_weights_than_its_base_is_not_merged_into_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after ``checkpoint.load`` of a fine-tuned model: the folder that the run names has other weights."""
+    model = saved(RS_LORA, tmp_path)
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = str(tmp_path / "base")
+    checkpoint.save(tmp_path / "same", model)
+    merge_adapter(tmp_path / "base", tmp_path / "same", tmp_path / "merged")
+    to_adapter(tmp_path / "same", tmp_path / "of_same")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                parameter.add_(0.01)
+    checkpoint.save(tmp_path / "other", model)
+    with pytest.raises(CheckpointError, match=r"trained on others .* differs"):
+        merge_adapter(tmp_path / "base", tmp_path / "other", tmp_path / "wrong")
+    merge_adapter(tmp_path / "base", tmp_path / "other", tmp_path / "asked", any_base=True)
+    to_adapter(tmp_path / "other", tmp_path / "of_other")
+    assert "was not trained on the weights in" in caplog.text
+    names = [
+        json.loads((tmp_path / folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        for folder in ("of_same", "of_other")
+    ]
+    assert names == [str(tmp_path / "base"), ""]
+
+
 def check(target: Target, folder: Path, adapter: str = "adapter") -> None:
     model = saved(target, folder)
     if adapter == "per_expert":

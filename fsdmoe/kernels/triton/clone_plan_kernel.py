@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fsdmoe.kernels.triton.launch import QuickLaunch, next_power_of_2
 
-_BLOCK = 32  # what is compared with at a time
+_BLOCK = 64  # what is compared with at a time
 _NUM_WARPS = 8
 
 
