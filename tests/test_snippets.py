@@ -180,8 +180,8 @@ def check_train(command: Command) -> None:
     words = [word for word in command.program[1:] if word not in ("--dry-run", "--files-elsewhere")]
     if words[:1] == ["--help"]:
         return
-    if "--run" in words:  # there is no such run yet: its other options go with any configuration
-        place = words.index("--run")
+    if "--resume" in words:  # there is no such run yet: its other options go with any configuration
+        place = words.index("--resume")
         words[place : place + 2] = ["--config", "configs/quickstart.toml"]
     if "--world" not in words:
         words += ["--world", str(command.world_size)]

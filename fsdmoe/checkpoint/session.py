@@ -208,7 +208,7 @@ def _match(
             fix = (
                 "\n  the adapters are not the same: one of the runs has none, or others. Give this run a "
                 "folder of its own (train.output_dir); to train adapters on the weights of a run, write them "
-                "with to-hf and name that folder as model.hf"
+                "with to-hf and start from that folder"
             )
         raise CheckpointError(f"{name} does not fit:{listed(problems, 20)}{fix}")
     for change, count in converted.items():

@@ -187,6 +187,8 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
         given: str | None = value
         if not equals:
             given = rest.pop(0) if rest and not rest[0].startswith("--") else None
+        if key == "--resume":  # torchrun takes --run for an abbreviation of its own options
+            key = "--run"
         if key not in WITH_VALUE:
             overrides[key[2:]] = given
         elif given is None:

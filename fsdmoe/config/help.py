@@ -17,7 +17,7 @@ USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [-
        fsdmoe train|check [--nproc-per-node N] [--config FILE.toml] [--section.key VALUE ...]
 
   --config FILE     TOML file with one table a section, or the name of a packaged one: --config quickstart
-  --run FOLDER      instead of --config: go on with the run of this folder, by the config.toml that it keeps;
+  --resume FOLDER   instead of --config: go on with the run of this folder, by the config.toml that it keeps;
                     with --evaluate-only evaluate it, on any number of ranks
   --section.key V   override one field, for example --mesh.ep 4 --train.steps 50
   --print-config    print the resulting configuration as TOML and exit

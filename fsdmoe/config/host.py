@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 
 from fsdmoe.checkpoint.host_memory import available_host_bytes
@@ -19,9 +20,18 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def meeting_problems() -> list[str]:
     """Of ranks that were started without torchrun, which has made them meet already."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if address is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return []
+    rank = os.environ.get("RANK", "0")
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if rank.isdecimal() and world_size.isdecimal() and int(rank) >= int(world_size):
+        return [f"RANK: expected 0 to {int(world_size) - 1}, since WORLD_SIZE is {world_size}, got {rank}"]
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address is None or port is None:
+        missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
+        fix = "set MASTER_ADDR and MASTER_PORT alike on all ranks, or start them with torchrun"
+        line = f"{missing}: expected where the {world_size} ranks of WORLD_SIZE meet, got none; {fix}"
+        return [line] if world_size != "1" and not _has_group() else []
     if not port.isdecimal() or int(port) >= 2**16:
         return [f"MASTER_PORT: expected a number below 65536, got {port!r}; set it alike on all ranks"]
     try:
@@ -35,6 +45,12 @@ def meeting_problems() -> list[str]:
             "another, alike on all ranks (torchrun --standalone finds one)"
         ]
     return []
+
+
+def _has_group() -> bool:
+    """Whether ranks have met already, in a program that loads configurations later."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
 
 
 def _is_taken(port: int) -> bool:

@@ -10,7 +10,7 @@ from fsdmoe.config.keys import all_keys
 from fsdmoe.config.schema import SECTIONS
 from fsdmoe.rules import nearest
 
-WITH_VALUE = ("--config", "--run", "--world", "--gpu")
+WITH_VALUE = ("--config", "--run", "--resume", "--world", "--gpu")
 BARE = ("--print-config", "--dry-run", "--evaluate-only", "--files-elsewhere", "--take-over", "--check-only")
 FLAGS = (*WITH_VALUE, *BARE, "--help")
 """Options without a section."""
@@ -79,7 +79,9 @@ ALIASES = {
     "lora_dropout": "adapter.dropout", "lora.r": "adapter.rank", "lora.rank": "adapter.rank",
     "adapter.r": "adapter.rank", "aux_loss_coef": "experts.balance.sequence",
     "router_aux_loss_coef": "experts.balance.sequence", "capacity_factor": "experts.capacity.factor",
-    "resume": "--run FOLDER", "resume_from_checkpoint": "--run FOLDER", "conf": "--config",
+    "resume_from_checkpoint": "checkpoint.load (or --resume with the folder of a run)", "conf": "--config",
+    "base_model": "model.hf", "sequence_len": "data.seq_len", "stage": "fsdp.shard",
+    "memory.mode": 'memory.recompute = ["layer"]',
     "cfg": "--config", "config_file": "--config", "eval_only": "--evaluate-only",
     "dryrun": "--dry-run", "world_size": "--world", "h": "--help",
 }  # fmt: skip
@@ -88,11 +90,17 @@ ALIASES = {
 _SECTIONS = {
     "training": "train", "trainer": "train", "optimizer": "optim", "parallel": "mesh",
     "parallelism": "mesh", "lora": "adapter", "peft": "adapter", "dataset": "data", "moe": "experts",
-    "metrics": "observe", "logging": "observe", "activation_checkpoint": "memory",
+    "metrics": "observe", "logging": "observe",
 }  # fmt: skip
+_SECTION_KEYS = {
+    "activation_checkpoint": 'memory.recompute = ["layer"]',
+    "zero_optimization": 'fsdp.shard = "params", "grads" or "optimizer" (ZeRO 3, 2, 1)',
+}
+"""Tables of other tools that a key stands for here."""
 _ABSENT = {
     "pp": _NO_PIPELINE, "pipeline_parallel": _NO_PIPELINE, "pipeline_parallel_size": _NO_PIPELINE,
     "pipeline_model_parallel_size": _NO_PIPELINE, "pipeline_parallel_degree": _NO_PIPELINE,
+    "deepspeed": "no file of DeepSpeed is read; set fsdp.shard (ZeRO 1 to 3), and drop it",
 }  # fmt: skip
 """What other tools have and this one has not."""
 _OF_LAUNCHERS = (
@@ -103,6 +111,8 @@ _OF_LAUNCHERS = (
 
 def suggest_section(written: str) -> str:
     """For the name of a table that there is not."""
+    if key := _SECTION_KEYS.get(written.lower()):
+        return f"did you mean {key}?"
     name = _SECTIONS.get(written.lower(), written)
     return f"did you mean [{name}]?" if name in SECTIONS else _bracketed(nearest(name, SECTIONS))
 

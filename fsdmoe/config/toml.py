@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,22 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
         fix = f"name a file in it: {', '.join(inside[:3])}" if inside else "name a .toml file"
         problems.append(f"--config: expected a file, got the folder {path!r}; {fix}")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        problems.append(f"--config: {path!r} is not readable as TOML: {error}; correct that place")
+        fix = _toml_fix(file, str(error))
+        problems.append(f"--config: {path!r} is not readable as TOML: {error}; {fix}")
     return {}
+
+
+def _toml_fix(file: Path, error: str) -> str:
+    """What to do about the line that an error of ``tomllib`` names."""
+    found = re.search(r"at line (\d+)", error)
+    if found is None:
+        return "correct that place"
+    line = file.read_text(encoding="utf-8").splitlines()[int(found[1]) - 1].strip()
+    if word := re.search(r"\b(True|False)\b", line):
+        return f"write {word[1].lower()} in {line!r}"
+    if re.search(r"\b(None|null)\b", line):
+        return f'write "none" in {line!r}, or leave it out'
+    return f"correct {line!r}"
 
 
 def _read_packaged(file: Path) -> dict[str, Any]:

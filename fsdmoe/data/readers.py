@@ -238,7 +238,8 @@ def _fix(key: str, record: dict[str, Any], needed: tuple[str, ...]) -> str:
         return f'set {key}.kind = "{fitting[-1]}"'
     if needed != FIELDS["chat"] and "messages" in with_messages(record):
         return f'set {key}.kind = "chat"'
-    if {"instruction", "output"} <= record.keys():
+    has_list = any(isinstance(value, list) for value in record.values())
+    if {"instruction", "output"} <= record.keys() or (needed == FIELDS["chat"] and not has_list):
         return "write its turns as `messages`, a list of `role` and `content`"
     return f"set {key}.field to the right one" if len(needed) == 1 else "fix or remove the record"
 

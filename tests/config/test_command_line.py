@@ -37,6 +37,7 @@ runpy.run_path("train.py", run_name="__main__")
         (["--config"], "--config: expected a value after it"),
         (["--world", "8"], "--world: only plans"),
         (["--run", str(ROOT / "tests")], "which has no config.toml"),
+        (["--resume", "no/run"], "expected the folder of a run, got 'no/run', which is not there"),
         (["--run", "no/run"], "--run: expected the folder of a run, got 'no/run', which is not there"),
         (["--run", f"{ROOT}/testss"], f"which is not there; did you mean {ROOT}/tests?"),
         (["--run", "x", "--config", "y.toml"], "--run: expected no --config with it"),

@@ -29,6 +29,20 @@ def test_a_host_and_a_port_that_ranks_cannot_meet_at_are_refused(monkeypatch: py
         assert host.meeting_problems() == [], "the launcher's own store"
 
 
+def test_ranks_that_no_launcher_has_numbered_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    (line,) = host.meeting_problems()
+    assert line.startswith("MASTER_ADDR: expected where the 2 ranks of WORLD_SIZE meet, got none; set")
+    monkeypatch.setenv("RANK", "2")
+    assert host.meeting_problems() == ["RANK: expected 0 to 1, since WORLD_SIZE is 2, got 2"]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert host.meeting_problems() == []
+
+
 def test_a_model_that_no_layout_fits_into_this_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = build({"model": {"preset": "qwen3-30b-a3b"}})
     monkeypatch.setattr(host, "available_host_bytes", lambda: 2**30)

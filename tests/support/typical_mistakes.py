@@ -67,7 +67,9 @@ KEYS = {
     ),
     "r of LoRA": Typical("--lora.r 8", "--lora.r", "adapter.rank"),
     "bf16 as a switch": Typical("--bf16", "--bf16", "precision.param_dtype"),
-    "resume": Typical("--resume runs/x", "--resume", "--run"),
+    "resume": Typical(
+        "--resume_from_checkpoint runs/x", "--resume_from_checkpoint", "checkpoint.load (or --resume"
+    ),
     # Names that are nearly right, and sections that are not.
     "--confg": Typical("--confg other.toml", "--confg", "--config"),
     "one dash": Typical("-train.steps 5", "-train.steps", "--train.steps"),
