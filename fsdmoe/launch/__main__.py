@@ -31,11 +31,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_mesh(job, command.config)
         for line in mesh_warnings(job, command, options.gpu):
             print(f"fsdmoe: warning: {line}", file=sys.stderr)
+        if options.on in ("kubernetes", "skypilot") and not options.shared:
+            print(
+                "fsdmoe: warning: --shared: expected storage that outlives a node, got none: unless "
+                "train.output_dir or checkpoint.folder is such, a run that loses its nodes begins anew",
+                file=sys.stderr,
+            )
         files, submission = _WRITERS[options.on](job, options)
     except ConfigError as error:
         print(*(f"fsdmoe: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return 2
-    written = write_files(job, files)
+    try:
+        written = write_files(job, files)
+    except OSError as error:
+        fix = "name a folder that can be made here and on the nodes"
+        print(
+            f"fsdmoe: train.output_dir: cannot write {job.folder} ({error.strerror}); {fix}", file=sys.stderr
+        )
+        return 2
     words = [*submission, str(written[-1])]
     print(f"written: {', '.join(map(str, written))}")
     if not options.submit:

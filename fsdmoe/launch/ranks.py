@@ -20,10 +20,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fsdmoe.config import CommandLine, Config, load_config
-from fsdmoe.config.checks import mesh_problems
+from fsdmoe.config.checks import Findings, mesh_problems
 from fsdmoe.config.command_line import CHECKED
 from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.host import num_gpus
@@ -40,6 +41,8 @@ _SWITCHES = ("--virtual-local-rank",)
 _MEETING = ("--master-addr", "--rdzv-endpoint")
 """Without them all ranks are on this host."""
 _SECONDS_FOR_A_HOST = 600
+_BATCH = "train.global_batch_size"
+_MOST_BATCHES = 8
 """How long torchrun waits for the other launchers, too."""
 _ELASTIC = {"--rdzv-backend": "c10d", "--max-restarts": "1000"}
 _ELASTIC_WAITS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
@@ -135,13 +138,32 @@ def _is_count(text: str) -> bool:
 
 def problems_of_fewer(config: Config, hosts: Iterable[int], ranks_per_host: int) -> list[str]:
     """Why an elastic run could not go on with one of these numbers of hosts; a line each."""
+    numbers = list(hosts)
     found = []
-    for number in hosts:
-        world_size = number * ranks_per_host
-        if problems := mesh_problems(fit_mesh(config, world_size), world_size):
-            fix = "" if config.mesh.elastic else "; or set mesh.elastic = true, to take degrees that fit"
-            found.append(f"--nnodes: with {number} hosts of {ranks_per_host} ranks: {problems[0][1]}{fix}")
+    for number in numbers:
+        if problems := _problems_of(config, number * ranks_per_host):
+            keys, line = problems[0]
+            fix = ""
+            if _BATCH in keys and (batch := _batch_for_all(config, numbers, ranks_per_host)):
+                fix = f"; {batch} is one for each number of hosts"
+            elif not config.mesh.elastic:
+                fix = "; or set mesh.elastic = true, to take degrees that fit"
+            found.append(f"--nnodes (--nodes): with {number} hosts of {ranks_per_host} ranks: {line}{fix}")
     return found
+
+
+def _problems_of(config: Config, world_size: int) -> Findings:
+    return mesh_problems(fit_mesh(config, world_size), world_size)
+
+
+def _batch_for_all(config: Config, numbers: list[int], ranks_per_host: int) -> int | None:
+    """The smallest global batch, from the run's own on, that each of these numbers of hosts can share."""
+    own = config.train.global_batch_size
+    for batch in range(own, _MOST_BATCHES * own + 1):
+        tried = replace(config, train=replace(config.train, global_batch_size=batch))
+        if not any(_problems_of(tried, number * ranks_per_host) for number in numbers):
+            return batch
+    return None
 
 
 def _train(command: CommandLine) -> int:

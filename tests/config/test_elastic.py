@@ -1,5 +1,6 @@
 """An elastic mesh takes the largest degrees that the ranks at hand allow."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,4 +48,10 @@ def test_numbers_of_hosts_that_a_run_could_not_go_on_with_are_named() -> None:
     assert config is not None
     assert problems_of_fewer(config, (1, 2), 1) == []
     (line,) = problems_of_fewer(config, (1, 2, 3), 1)
-    assert line.startswith("--nnodes: with 3 hosts of 1 ranks: ")
+    assert line.startswith("--nnodes (--nodes): with 3 hosts of 1 ranks: mesh.ep: ")
+    config = elastic(4, [], ep=1)
+    assert config is not None
+    (line,) = problems_of_fewer(config, (1, 2, 3), 1)
+    assert line.endswith("; 12 is one for each number of hosts")
+    larger = replace(config, train=replace(config.train, global_batch_size=12))
+    assert problems_of_fewer(larger, (1, 2, 3), 1) == []

@@ -152,7 +152,7 @@ def test_a_ray_job_is_a_program(launch: Launch) -> None:
     ("words", "said"),
     [
         (("--nodes", "none"), "--nodes and --gpus-per-node: expected numbers above 0"),
-        (("--nodes", "2:4"), "--nnodes: with 3 hosts of 1 ranks"),
+        (("--nodes", "2:4"), "--nnodes (--nodes): with 3 hosts of 1 ranks"),
         (("--checkpoint.load", "none"), "checkpoint.load: expected"),
         (("--checkpoint.interval", "-1"), "checkpoint.interval: expected saves"),
     ],
