@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.on in ("kubernetes", "skypilot") and not options.shared:
             print(
                 "fsdmoe: warning: --shared: expected storage that outlives a node, got none: unless "
-                "train.output_dir or checkpoint.folder is such, a run that loses its nodes begins anew",
+                "the run saves to such a place by itself, one that loses its nodes begins anew",
                 file=sys.stderr,
             )
         files, submission = _WRITERS[options.on](job, options)

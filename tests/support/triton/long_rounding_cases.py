@@ -1,0 +1,12 @@
+"""Emulated experts of the other recipes, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.triton.interpreted_rounding_cases import check_experts
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "mxfp8"])
+def test_experts_are_those_of_plain_torch(name: str) -> None:
+    check_experts(name)
