@@ -57,7 +57,7 @@ def require_mesh(job: ClusterJob, config: Config) -> None:
     Raises:
         ConfigError: Names every key and number of nodes.
     """
-    problems = problems_of_fewer(config, range(job.min_nodes, job.nodes), job.ranks_per_node)
+    problems = problems_of_fewer(config, range(job.min_nodes, job.nodes + 1), job.ranks_per_node)
     checkpoint = config.checkpoint
     if checkpoint.interval < 0:
         problems.append(

@@ -41,9 +41,10 @@ _SWITCHES = ("--virtual-local-rank",)
 _MEETING = ("--master-addr", "--rdzv-endpoint")
 """Without them all ranks are on this host."""
 _SECONDS_FOR_A_HOST = 600
+"""How long torchrun waits for the other launchers, too."""
 _BATCH = "train.global_batch_size"
 _MOST_BATCHES = 8
-"""How long torchrun waits for the other launchers, too."""
+"""How many times the run's own batch one is looked for that all numbers of hosts share."""
 _ELASTIC = {"--rdzv-backend": "c10d", "--max-restarts": "1000"}
 _ELASTIC_WAITS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
 """torchrun's own defaults add up to 45 s."""
@@ -69,7 +70,7 @@ def launch(arguments: Sequence[str]) -> int:
     os.environ.setdefault("LOCAL_WORLD_SIZE", num_ranks)  # what this host must hold
     command = load_config(rest, world_size=int(num_ranks) * int(hosts[-1]))
     if colon:
-        found = problems_of_fewer(command.config, range(int(hosts[0]), int(hosts[-1])), int(num_ranks))
+        found = problems_of_fewer(command.config, range(int(hosts[0]), int(hosts[-1]) + 1), int(num_ranks))
         if found:
             print(*(f"fsdmoe: {line}" for line in found), sep="\n", file=sys.stderr)
             return 2

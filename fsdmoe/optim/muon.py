@@ -305,7 +305,7 @@ class _Step:
         if decay:
             main.mul_(1 - (decay if self._found_inf is None else decay * (1 - self._found_inf)))
         main.add_(update, alpha=-rate)
-        if cast is not None:
+        if cast is not None and fused is not None:  # without kernels the next forward casts all weights
             cast.copy_(main)
 
 

@@ -153,6 +153,11 @@ def test_a_ray_job_is_a_program(launch: Launch) -> None:
     [
         (("--nodes", "none"), "--nodes and --gpus-per-node: expected numbers above 0"),
         (("--nodes", "2:4"), "--nnodes (--nodes): with 3 hosts of 1 ranks"),
+        # for three nodes and for four, of which the job may have either
+        (
+            ("--nodes", "3:4", "--mesh.ep", "1", "--train.global_batch_size", "8"),
+            "; 24 is one for each number of hosts",
+        ),
         (("--checkpoint.load", "none"), "checkpoint.load: expected"),
         (("--checkpoint.interval", "-1"), "checkpoint.interval: expected saves"),
     ],
