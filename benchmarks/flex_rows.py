@@ -13,7 +13,6 @@ of steps that would have been run again with several values of the key.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,13 +20,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from timing import ROOT, child_environment
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.volume import ExpertLayout
 from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.send_order import index_rows
 
-ROOT = Path(__file__).parents[1]
 RANKS, BOUNDS = (2, 4, 8), (1.5, 2.0, 3.0)
 FEW, MANY = (8, 2), (64, 8)
 NONE, LOSS, BIAS = (
@@ -72,9 +71,8 @@ def record(folder: Path, steps: int, num_experts: int, top_k: int, options: list
     given = ["--config", str(config), "--experts.record", str(folder / "routing"), *options]
     given += ["--model.num_experts", str(num_experts), "--model.num_experts_per_tok", str(top_k)]
     given += ["--train.output_dir", str(folder / "run"), "--train.steps", str(steps)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "train.py"), *given]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     return [load_file(path)["ids"] for path in sorted((folder / "routing").glob("*.safetensors"))]

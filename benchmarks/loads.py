@@ -14,14 +14,14 @@ what one rank gets over all layers at most, which its memory follows. The last t
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from flex_rows import BIAS, LOSS, NONE, ROOT, SETTINGS
+from flex_rows import BIAS, LOSS, NONE, SETTINGS
+from timing import ROOT, child_environment
 
 from fsdmoe.experts.routing_file import Recording
 from fsdmoe.plan.loads import skew_of
@@ -41,9 +41,8 @@ def train(folder: Path, steps: int, num_experts: int, options: list[str], record
     given += ["--model.num_experts", str(num_experts), "--model.num_experts_per_tok", str(TOP_K)]
     given += ["--train.steps", str(steps), "--optim.schedule", "constant"]
     given += [] if record is None else ["--experts.record", str(record)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "train.py"), *given]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
 

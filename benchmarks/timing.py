@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).parent.parent
 Run = Callable[[], object]
+
+
+def child_environment() -> dict[str, str]:
+    """Of a process that takes fsdmoe from this tree and everything else from where this one takes it."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path}
 
 
 def require_gpu(otherwise: str = "") -> None:
