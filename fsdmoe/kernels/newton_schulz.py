@@ -17,7 +17,7 @@ def newton_schulz(x_NRC: torch.Tensor, coefficients: Sequence[float], steps: int
 
     Of the two products that are symmetric a kernel, where there is one, computes one triangle. ``a`` is added
     to the diagonal of the second: adding ``a X`` to the third product would copy X first. ``‖X‖²`` is the
-    trace of the first product, and its scale goes into the two small products: X is not read for it.
+    trace of the first product, and its scale goes into the second one's factors: no matrix is read for it.
 
     Args:
         x_NRC: Matrices of one shape.
@@ -30,13 +30,12 @@ def newton_schulz(x_NRC: torch.Tensor, coefficients: Sequence[float], steps: int
     product = symmetric_product_of(x)
     for number in range(steps):
         gram = product(x, is_tall=is_tall)
+        factors_N3 = None
         if number == 0:
-            norm = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).sqrt().clamp_min(_EPS)
-            scale_N = norm.reciprocal().view(-1, 1, 1)
-            gram.mul_(scale_N.square())
-        factor = product(gram, alpha=c, added=gram, beta=b, diagonal=a)
-        if number == 0:
-            factor.mul_(scale_N)
+            norm_N = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).sqrt().clamp_min(_EPS)
+            # c (s² X Xᵀ)² + b s² X Xᵀ + a, times the s of the X that is multiplied by it
+            factors_N3 = torch.stack((norm_N.pow(-5), norm_N.pow(-3), norm_N.reciprocal()), 1)
+        factor = product(gram, alpha=c, added=gram, beta=b, diagonal=a, factors_N3=factors_N3)
         x = torch.bmm(x, factor) if is_tall else torch.bmm(factor, x)
     return x
 
@@ -49,15 +48,24 @@ def symmetric_product(
     added: torch.Tensor | None = None,
     beta: float = 0.0,
     diagonal: float = 0.0,
+    factors_N3: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``alpha x xᵀ + beta added``, or with ``is_tall`` of ``xᵀ x``; ``added`` is symmetric. ``diagonal`` is
-    added to the diagonal, where something is added."""
+    added to the diagonal, where something is added. ``factors_N3`` multiply ``alpha``, ``beta`` and
+    ``diagonal`` of each matrix."""
     left, right = (x_NRC.mT, x_NRC) if is_tall else (x_NRC, x_NRC.mT)
     if added is None:
         return torch.bmm(left, right) * alpha if alpha != 1 else torch.bmm(left, right)
-    out = torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
-    out.diagonal(dim1=1, dim2=2).add_(diagonal)
-    return out
+    if factors_N3 is None:
+        out = torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
+        out.diagonal(dim1=1, dim2=2).add_(diagonal)
+        return out
+    wide = torch.promote_types(x_NRC.dtype, torch.float32)
+    of_product, of_added, of_diagonal = factors_N3.to(wide).unsqueeze(2).unbind(1)
+    out = torch.bmm(left.to(wide), right.to(wide)) * (alpha * of_product).unsqueeze(2)
+    out += added * (beta * of_added).unsqueeze(2)
+    out.diagonal(dim1=1, dim2=2).add_(diagonal * of_diagonal)
+    return out.to(x_NRC.dtype)
 
 
 def symmetric_product_of(x_NRC: torch.Tensor) -> Any:

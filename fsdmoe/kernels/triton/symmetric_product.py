@@ -3,6 +3,8 @@ written twice, as it is and mirrored.
 
     ``out = alpha * x @ x^T + beta * added + diagonal * 1``        or  ``x^T @ x``, for tall matrices
 
+The three numbers may have a factor of each matrix's own.
+
 ``added`` is symmetric. The square of a symmetric matrix is such a product too. 128 × 128 tiles: of a matrix
 with 768 rows 21 of 36 are computed. Two programs share a multiprocessor, so that one multiplies while the
 other writes its two tiles.
@@ -51,6 +53,7 @@ def _symmetric_kernel(
     x_desc,
     added_desc,
     out_desc,
+    factors_ptr,
     tiles,
     depth,
     alpha,
@@ -60,6 +63,7 @@ def _symmetric_kernel(
     DEPTH: tl.constexpr,
     TALL: tl.constexpr,
     ADDS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
 ):
     triangle = tiles * (tiles + 1) // 2
     matrix = tl.program_id(0) // triangle
@@ -71,6 +75,10 @@ def _symmetric_kernel(
         left = _load(x_desc, matrix, row, start, TILE, DEPTH, TALL)
         right = _load(x_desc, matrix, column, start, TILE, DEPTH, TALL)
         acc = tl.dot(left, right.T, acc)
+    if HAS_FACTORS:
+        alpha *= tl.load(factors_ptr + 3 * matrix)
+        beta *= tl.load(factors_ptr + 3 * matrix + 1)
+        diagonal *= tl.load(factors_ptr + 3 * matrix + 2)
     acc *= alpha
     if ADDS:
         acc += beta * added_desc.load([matrix, row, column]).reshape(TILE, TILE).to(tl.float32)
@@ -99,9 +107,9 @@ def symmetric_product_triton(
     added: torch.Tensor | None = None,
     beta: float = 0.0,
     diagonal: float = 0.0,
+    factors_N3: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``alpha x xᵀ + beta added``, or with ``is_tall`` of ``xᵀ x``; ``added`` is symmetric. ``diagonal`` is
-    added to the diagonal, where something is added."""
+    """:func:`fsdmoe.kernels.newton_schulz.symmetric_product`."""
     count, rows, columns = x_NRC.shape
     size, depth = (columns, rows) if is_tall else (rows, columns)
     out = torch.empty(count, size, size, dtype=x_NRC.dtype, device=x_NRC.device)
@@ -110,6 +118,7 @@ def symmetric_product_triton(
         describe(x_NRC, (1, _DEPTH, TILE) if is_tall else (1, TILE, _DEPTH)),
         describe(out if added is None else added, (1, TILE, TILE)),
         describe(out, (1, TILE, TILE)),
+        out if factors_N3 is None else factors_N3,
         tiles,
         depth,
         float(alpha),
@@ -119,6 +128,7 @@ def symmetric_product_triton(
         DEPTH=_DEPTH,
         TALL=is_tall,
         ADDS=added is not None,
+        HAS_FACTORS=factors_N3 is not None,
         num_warps=4,
         num_stages=3,
     )

@@ -245,8 +245,9 @@ def test_symmetric_products_build_and_two_programs_fit_a_multiprocessor(architec
         symmetric_product_triton(wide.mT.contiguous(), is_tall=True)
         square = wide[:, :, :256].contiguous()
         symmetric_product_triton(square, alpha=0.5, added=square, beta=2.0)
+        symmetric_product_triton(square, added=square, beta=2.0, factors_N3=torch.ones(2, 3))
     check(compiled, "_symmetric_kernel")
-    assert len(compiled) == 3
+    assert len(compiled) == 4
     assert all(2 * kernel.metadata.shared <= SHARED_LIMIT for kernel in compiled.values())
 
 

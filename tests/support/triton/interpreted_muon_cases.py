@@ -29,6 +29,7 @@ def test_a_symmetric_product_equals_its_definition(short: int, long: int, is_tal
     settings: dict[str, Any] = {"is_tall": is_tall, "alpha": 0.5}
     if adds:
         settings |= {"added": added + added.mT, "beta": -2.0, "diagonal": 3.0}
+        settings["factors_N3"] = torch.rand(2, 3, generator=generator) if is_tall else None
     found = symmetric_product_triton(x, **settings)
     torch.testing.assert_close(found, symmetric_product(x, **settings), rtol=1e-5, atol=1e-4)
     assert torch.equal(found, found.mT)
