@@ -1,15 +1,12 @@
-"""Routed experts some of which are cloned: own rows and those of clones are computed one after the other.
+"""Routed experts some of which are cloned: a rank with clones computes them together with its own experts.
 
 ::
 
-    sent       rows ── weights of clones ────────── rows back          backward, from right to left:
-    computed             own experts ── clones ──                      gradients of clones travel home behind
-                                                                       the own experts' backward
+    sent       rows ── weights of clones ──────────── rows back        backward, from right to left:
+    computed                               experts                     gradients of clones travel home while
+                                                                       rows' gradients do
 
-A rank's own experts keep their weights, sinks and schedule. Rows of clones are a second, smaller call, and
-its outputs are added to the rows that need them; nothing of it is as long as all rows of the rank.
-
-Sizes: R rows that reached this rank, M of them with clones (and rows of zeros up to the number of pairs).
+See :mod:`fsdmoe.kernels.cloned_products` for how they are computed.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from fsdmoe.experts.dispatch import DispatchPlan, Rows
@@ -32,8 +28,6 @@ class Clonable(Protocol):
     """Whatever holds experts of which others may hold clones."""
 
     def own_weights(self) -> ExpertWeights: ...
-
-    def compute_clones(self, rows: Rows, weights: ExpertWeights, max_rows: int) -> Tensor: ...
 
 
 class ClonedExperts(RoutedExperts):
@@ -76,73 +70,9 @@ class ClonedExperts(RoutedExperts):
 
     def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, begin: Begin) -> Tensor:
         assert isinstance(plan, CloningPlan)
-        assert plan.max_rows is not None
         weights = plan.weights
         if weights is None:
             return super()._compute(plan, leaving, begin)
-        compute = begin()
+        compute = begin(weights.wait())
         rows = self.dispatcher.gather(plan, leaving)
-        num_own = self.dispatcher.num_own_experts
-        is_own_RK = rows.ids_RK < num_own
-        own = rows._replace(ids_RK=rows.ids_RK.masked_fill(~is_own_RK, -1))
-        if not plan.clone_rows:
-            y_RD = compute(own, plan.max_rows)
-            weights.wait()
-            return weights.tie(y_RD)
-        clones_RK = (rows.ids_RK - num_own).masked_fill(is_own_RK, -1)
-        index_M, ids_MK = _rows_with_clones(clones_RK, plan.clone_rows)
-        x_RD, x_MD = _Pick.apply(rows.x_RD, index_M)
-        y_RD = compute(own._replace(x_RD=x_RD), plan.max_rows - plan.clone_rows)
-        picked = Rows(x_MD, rows.weights_RK.index_select(0, index_M), ids_MK)
-        received = weights.wait()
-        with weights.unsaved():
-            y_MD = self._experts.compute_clones(picked, received, plan.clone_rows)
-        return weights.tie(_Add.apply(y_RD, y_MD, index_M))
-
-
-def _rows_with_clones(clones_RK: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-    """Which rows have clones, and their ids. There are as many rows as there can be: what is left over is
-    row 0 without ids, whose output is zero."""
-    num_rows = len(clones_RK)
-    size = min(num_rows, num_pairs)
-    has_R = (clones_RK >= 0).any(1)
-    place_R = torch.where(has_R, has_R.cumsum(0) - 1, size)
-    numbers_R = torch.arange(num_rows, device=clones_RK.device)
-    index_M = numbers_R.new_full((size + 1,), -1).scatter_(0, place_R, numbers_R)[:size]
-    is_left = (index_M < 0).unsqueeze(1)
-    index_M = index_M.clamp(min=0)
-    return index_M, clones_RK.index_select(0, index_M).masked_fill(is_left, -1)
-
-
-class _Pick(torch.autograd.Function):
-    """All rows, and those with clones."""
-
-    @staticmethod
-    def forward(ctx, x_RD, index_M):
-        ctx.save_for_backward(index_M)
-        ctx.set_materialize_grads(False)
-        return x_RD.view_as(x_RD), x_RD.index_select(0, index_M)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dx_RD, dx_MD):
-        if dx_RD is None or dx_MD is None:
-            raise AssertionError("expected gradients of the rows of experts and of clones, got one of them")
-        # In place: the experts' backward made it, and nobody else has it. One addend that is not zero a row.
-        return dx_RD.index_add_(0, ctx.saved_tensors[0], dx_MD), None
-
-
-class _Add(torch.autograd.Function):
-    """Outputs of clones to those of the experts, in place."""
-
-    @staticmethod
-    def forward(ctx, y_RD, y_MD, index_M):
-        # Not saved: a layer that is run again in backward would have to come as far as here to find it.
-        ctx.index_M = index_M
-        ctx.mark_dirty(y_RD)
-        return y_RD.index_add_(0, index_M, y_MD)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy_RD):
-        return dy_RD, dy_RD.index_select(0, ctx.index_M), None
+        return weights.tie(compute(rows, plan.max_rows))

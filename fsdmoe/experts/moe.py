@@ -56,10 +56,6 @@ class ExpertCompute:
         self._mlp: ExpertFunction = expert_function(policy)
         self._may_be_late = policy.may_be_late
 
-    def compute_clones(self, rows: Rows, weights: ExpertWeights, max_rows: int) -> Tensor:
-        """``y_RD`` by ``weights`` of other ranks' experts."""
-        return self._mlp(rows, weights, self._policy, max_rows, NO_UPDATES)
-
 
 class GroupedExperts(ExpertCompute, nn.Module):
     """All experts of a layer (of this rank, once split): weights fused as Hugging Face stores them.
@@ -133,16 +129,17 @@ class GroupedExperts(ExpertCompute, nn.Module):
         *,
         max_rows: int | None = None,
         late: LateWeights | None = None,
+        mlp: ExpertFunction | None = None,
     ) -> Tensor:
         """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is on another
-        rank. ``late``: what :meth:`late_weights` gave."""
+        rank. ``late``: what :meth:`late_weights` gave. ``mlp``: another function than that of the policy."""
         gate_up, down, grads = late or LateWeights(self.gate_up_proj, self.down_proj)
         down_bias: Tensor | None = self.down_proj_bias
         if down_bias is not None:
             down_bias = whole_down_bias(down_bias, self.hidden_size, self.down_bias_start)
         weights = ExpertWeights(gate_up, down, self.gate_up_proj_bias, down_bias)
         policy = self._policy if grads is None else self._policy._replace(late=grads)
-        return self._mlp(Rows(x_RD, weights_RK, ids_RK), weights, policy, max_rows, NO_UPDATES)
+        return (mlp or self._mlp)(Rows(x_RD, weights_RK, ids_RK), weights, policy, max_rows, NO_UPDATES)
 
     def own_weights(self) -> ExpertWeights:
         """What clones of this rank's experts are made of."""
@@ -296,13 +293,13 @@ class MoE(nn.Module):
         has_shared = self.shared_experts is not None or self.shared_expert is not None
         return self._shared if has_shared else None
 
-    def _compute(self) -> Compute:
+    def _compute(self, mlp: ExpertFunction | None = None) -> Compute:
         late = None
         if self.dispatcher.crosses_ranks:
             late = self.experts.late_weights(self._routed.transfer_sms)
 
         def compute(rows: Rows, max_rows: int | None) -> Tensor:
-            return self.experts(*rows, max_rows=max_rows, late=late)
+            return self.experts(*rows, max_rows=max_rows, late=late, mlp=mlp)
 
         return functools.partial(self.memory_calls["experts"], compute)
 

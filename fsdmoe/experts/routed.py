@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Dispatcher, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.shared import SideStream
+from fsdmoe.kernels.expert_mlp import ExpertFunction
 
 
 class Dispatching(NamedTuple):
@@ -53,8 +54,13 @@ class Combining(NamedTuple):
 
 # T: tokens of this rank; R: rows that reached it; D: hidden width.
 Compute = Callable[[Rows, int | None], Tensor]
-Begin = Callable[[], Compute]
 Concurrent = Callable[[Tensor], Tensor]
+
+
+class Begin(Protocol):
+    """What computes the rows of a chunk; by ``mlp``, where the experts' own function does not."""
+
+    def __call__(self, mlp: ExpertFunction | None = None) -> Compute: ...
 
 
 class RoutedExperts:

@@ -33,6 +33,7 @@ from fsdmoe.experts.routed import Compute, RoutedExperts
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.expert_spec import ExpertsSpec
 from fsdmoe.huggingface.lora import ExpertAdapters, path_around
+from fsdmoe.kernels.expert_mlp import ExpertFunction
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import later
 from fsdmoe.memory.calls import plain_calls
@@ -148,16 +149,17 @@ class ParallelForward(ExpertCompute):
         """How rows reach their experts."""
         return self._routed.dispatcher
 
-    def _begin(self) -> Compute:
-        """Before rows are waited for: weights whose gradients are computed once those of rows are sent."""
+    def _begin(self, mlp: ExpertFunction | None = None) -> Compute:
+        """Before rows are waited for: weights whose gradients are computed once those of rows are sent.
+        ``mlp``: another function than that of the policy."""
         call = self.memory_calls["experts"]
-        compute = self._computing()
+        compute = self._computing(mlp or self._mlp)
         # As it is where nothing is named: torch.compile does not know the plain call.
         return compute if call is operator.call else functools.partial(call, compute)
 
-    def _computing(self) -> Compute:
+    def _computing(self, mlp: ExpertFunction) -> Compute:
         if self.spec.is_copied or not (self.dispatcher.crosses_ranks and self._may_be_late):
-            return self._compute
+            return functools.partial(self._compute, mlp)
         weights, active = self._weights(), self.adapters.active()
         late = later(weights.gate_up_E2ND, weights.down_EDN, self._routed.transfer_sms)
         weights = weights._replace(gate_up_E2ND=late.gate_up_E2ND, down_EDN=late.down_EDN)
@@ -165,7 +167,7 @@ class ParallelForward(ExpertCompute):
 
         def compute(rows: Rows, max_rows: int | None) -> Tensor:
             updates = self.adapters.updates(active, rows.x_RD.dtype)
-            return self._mlp(rows, weights, policy, max_rows, updates)
+            return mlp(rows, weights, policy, max_rows, updates)
 
         return compute
 
@@ -188,18 +190,20 @@ class ParallelForward(ExpertCompute):
     def _weights(self) -> ExpertWeights:
         return self.spec.kernel_weights(self.module, self.down_bias_start)
 
-    def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
+    def _compute(self, mlp: ExpertFunction, rows: Rows, max_rows: int | None) -> Tensor:
         # Asked now: backward may make the weights again when other adapters are switched on.
         active = self.adapters.active()
         if self.spec.is_copied and torch.is_grad_enabled():
             # The kernels read a re-ordered copy of the weights. Kept until backward, the layers' copies would
             # be the whole model unsharded; they are made again instead.
-            return compute_again(self._experts, rows, max_rows, active)
-        return self._experts(rows, max_rows, active)
+            return compute_again(self._experts, mlp, rows, max_rows, active)
+        return self._experts(mlp, rows, max_rows, active)
 
-    def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:
+    def _experts(
+        self, mlp: ExpertFunction, rows: Rows, max_rows: int | None, active: dict[str, list[str]]
+    ) -> Tensor:
         updates = self.adapters.updates(active, rows.x_RD.dtype)
-        return self._mlp(rows, self._weights(), self.policy, max_rows, updates)
+        return mlp(rows, self._weights(), self.policy, max_rows, updates)
 
 
 class IdentityForward(ParallelForward):
@@ -224,15 +228,17 @@ class IdentityForward(ParallelForward):
 class NormedForward(ParallelForward):
     """Of experts whose outputs pass a norm before they are weighted: each choice is a row of its own."""
 
-    def _computing(self) -> Compute:
-        return self._compute
+    def _computing(self, mlp: ExpertFunction) -> Compute:
+        return functools.partial(self._compute, mlp)
 
-    def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:
+    def _experts(
+        self, mlp: ExpertFunction, rows: Rows, max_rows: int | None, active: dict[str, list[str]]
+    ) -> Tensor:
         x_RD, weights_RK, ids_RK = rows
         top_k = ids_RK.shape[1]
         ids_N1 = ids_RK.reshape(-1, 1)
         each = Rows(x_RD.repeat_interleave(top_k, 0), torch.ones_like(ids_N1, dtype=torch.float32), ids_N1)
-        y_ND = super()._experts(each, max_rows, active)
+        y_ND = super()._experts(mlp, each, max_rows, active)
         y_ND = self.module.get_submodule(self.spec.output_norm or "")(y_ND)
         return (y_ND.unflatten(0, (-1, top_k)) * weights_RK.unsqueeze(-1)).sum(1).to(x_RD.dtype)
 

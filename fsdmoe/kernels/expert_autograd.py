@@ -83,6 +83,12 @@ class Gradient:
             )
         return claimed
 
+    def places(self) -> list[tuple[int, Tensor, bool]]:
+        """The same, as ranges of experts: the first of a range, and its place. Clones have places of their
+        own (:mod:`fsdmoe.kernels.cloned_products`)."""
+        place = self.place()
+        return [] if place is None else [(0, *place)]
+
 
 Given = ExpertInputs[Tensor]
 Grads = ExpertInputs[Gradient | None]

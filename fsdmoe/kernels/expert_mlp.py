@@ -17,6 +17,7 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``DecodedProducts``        either of these two, over values of frozen weights that are kept as codes
+``ClonedProducts``         either of these two, over clones of other ranks' experts too
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
 
@@ -39,6 +40,7 @@ from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
+from fsdmoe.kernels.cloned_products import ClonedProducts, ClonesHere
 from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
@@ -148,6 +150,33 @@ def _experts_mlp_coded(
         weights = weights._replace(down_bias=None)
     rows = Rows(*(each.contiguous() for each in rows))
     y_RD = compute_experts(DecodedProducts(products, gate_up_scales, down_scales), rows, weights, updates)
+    return y_RD if added_bias is None else add_weighted_bias(y_RD, rows, added_bias)
+
+
+def experts_mlp_cloned(
+    joined: ExpertWeights,
+    clones: ClonesHere,
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy,
+    max_rows: int | None,
+    updates: LowRankUpdates,
+) -> Tensor:
+    """``_experts_mlp_fused`` over ``weights`` with clones behind them: ``joined``. Biases are taken from
+    there."""
+    assert updates == NO_UPDATES
+    fused = None if policy.weight_after else triton_for(rows.x_RD)
+    products: ExpertProducts = GroupedProducts(policy, max_rows)
+    gate_up_E2ND, down_EDN, gate_up_bias, added_bias = joined
+    weights = ExpertWeights(weights.gate_up_E2ND, weights.down_EDN, gate_up_bias)
+    if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
+        products = fused.FusedProducts.of(policy, max_rows)
+    else:
+        weights = weights._replace(down_bias=added_bias)
+        added_bias = None
+    rows = Rows(*(each.contiguous() for each in rows))
+    products = ClonedProducts(products, clones, [gate_up_E2ND, down_EDN])
+    y_RD = compute_experts(products, rows, weights, late=policy.late)
     return y_RD if added_bias is None else add_weighted_bias(y_RD, rows, added_bias)
 
 

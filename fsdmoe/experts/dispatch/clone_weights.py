@@ -2,7 +2,7 @@
 
 ::
 
-    CloneWeights(link, clones, own)           weights.wait()  ->  those of this rank's clones
+    CloneWeights(link, clones, own)           weights.wait()  ->  what computes with this rank's clones too
       forward: starts the exchange              forward: waits for it
       backward: waits for gradients, adds       backward: starts the exchange of gradients, in fp32
 
@@ -10,13 +10,17 @@ All ranks take part whether they have clones or not: a rank without any would no
 backward, so every output of experts is tied to it (:meth:`CloneWeights.tie`). Gradients are added one by one
 in the order of ranks, so that a run can be repeated bit by bit.
 
+Both nodes are made before rows are waited for. So in backward gradients of rows leave first, then those of
+clones, once the experts' own gradients are there too (autograd runs what is ready in the reverse of the order
+in which it was made).
+
 With ``experts.clone_keep = false`` nothing of a clone is kept for backward. Its weights are sent again when
 the gradients of outputs are there: the first tie in backward starts that.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +29,9 @@ import torch
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.transfer import Link, Pending
+from fsdmoe.kernels.expert_mlp import ExpertFunction, experts_mlp_cloned
 from fsdmoe.kernels.expert_operands import ExpertWeights
-from fsdmoe.kernels.grad_sink import Staged, sink_of
+from fsdmoe.kernels.grad_sink import sink_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Clones:
 
 
 class _CloneGrad:
-    """The sink of a clone's weight: a gradient in fp32 that is sent home."""
+    """The gradient of a clone's weight in fp32, which is sent home."""
 
     def __init__(self, like: Tensor) -> None:
         self._shape = like.shape
@@ -62,14 +67,11 @@ class _CloneGrad:
         self._device = like.device
         self.buffer: Tensor | None = None
 
-    def claim(self, staged: Staged | None = None) -> tuple[Tensor, bool] | None:
+    def claim(self) -> tuple[Tensor, bool]:
         accumulate = self.buffer is not None
         if self.buffer is None:
             self.buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self.buffer, accumulate
-
-    def stage(self) -> Staged | None:
-        return None
 
     def take(self, other: Tensor | None) -> Tensor:
         """What was written, and what came through autograd."""
@@ -93,8 +95,12 @@ class _CloneTransit:
     outbound: list[Pending] = field(default_factory=list)
     grads: list[_CloneGrad] = field(default_factory=list)
     homebound: list[Pending] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    """Weights of clones, for backward; none where they are sent again."""
     again: list[Pending] | None = None
     """Under way, or here, for the second time."""
+    joined: tuple[Tensor, Tensor] | None = None
+    """In backward: both projections with clones behind them, until all chunks have used them."""
 
     def send(self) -> list[Pending]:
         """Each weight in one exchange, so that what arrives needs no copy."""
@@ -107,6 +113,17 @@ class _CloneTransit:
         weight = weight.detach()
         experts = self.clones.experts
         return torch.stack([weight[expert] for expert in experts]) if experts else weight[:0]
+
+    def joined_again(self) -> tuple[Tensor, Tensor]:
+        """See :class:`~fsdmoe.kernels.cloned_products.ClonesHere`."""
+        if self.joined is None:
+            received = self.kept if self.again is None else [wait() for wait in self.again]
+            gate_up, down, *_ = map(_behind, self.own, received)
+            self.joined = gate_up, down
+        return self.joined
+
+    def grad_place(self, number: int) -> tuple[Tensor, bool]:
+        return self.grads[number].claim()
 
     def send_home(self, gradients: Sequence[Tensor | None]) -> None:
         sent = self.clones.sent
@@ -126,38 +143,34 @@ class CloneWeights:
         self._transit = _CloneTransit(link, clones, sent)
         self._keep = keep
         self._handle: Tensor = _Send.apply(self._transit, *sent)
-        self._weights: ExpertWeights | None = None
+        self._is_waited_for = False
+        self._mlp: ExpertFunction | None = None
 
-    def wait(self) -> ExpertWeights:
-        """To be called after the experts' own compute: so in backward gradients travel behind that."""
-        if self._weights is None:
-            *received, self._handle = _Receive.apply(self._transit, self._handle)
-            for weight, sink in zip(received, self._transit.grads, strict=True):
-                weight.grad_sink = sink
-            self._weights = ExpertWeights._make(received.pop(0) if has else None for has in self._has)
-        return self._weights
+    def wait(self) -> ExpertFunction | None:
+        """What computes this rank's experts and the clones behind them, for every chunk; None without
+        clones."""
+        if self._is_waited_for:
+            return self._mlp
+        self._is_waited_for = True
+        transit = self._transit
+        *received, self._handle = _Receive.apply(transit, self._handle)
+        if sum(transit.clones.received):
+            if self._keep:
+                transit.kept = [weight.detach() for weight in received]
+            joined = list(map(_behind, transit.own[:2], received))
+            joined += [torch.cat(pair) for pair in zip(transit.own[2:], received[2:], strict=True)]
+            weights = ExpertWeights._make(joined.pop(0) if has else None for has in self._has)
+            self._mlp = functools.partial(experts_mlp_cloned, weights, transit)
+        return self._mlp
 
     def tie(self, y_RD: Tensor) -> Tensor:
         """``y_RD``, whose backward leads to this exchange's on every rank."""
         return _Tie.apply(self._transit, self._keep, y_RD, self._handle)
 
-    def unsaved(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the clones' compute: their weights are not kept where they are sent again."""
-        if self._keep:
-            return contextlib.nullcontext()
-        places = [weight.data_ptr() for weight in self.wait()[:2]]  # biases are small
-        transit = self._transit
 
-        def pack(saved: Tensor) -> Tensor | int:
-            return places.index(saved.data_ptr()) if saved.data_ptr() in places else saved
-
-        def unpack(kept: Tensor | int) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            assert transit.again is not None
-            return transit.again[kept]()
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+def _behind(own: Tensor, clones: Tensor) -> Tensor:
+    """Without a history: gradients of both have places of their own."""
+    return torch.cat((own.detach(), clones.detach()))
 
 
 class _Send(torch.autograd.Function):
@@ -213,7 +226,9 @@ class _Receive(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
         transit: _CloneTransit = ctx.transit
+        transit.kept = []
         transit.again = None
+        transit.joined = None
         transit.send_home(gradients[:-1])
         return None, transit.own[0].new_empty(0)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
-from fsdmoe.experts.dispatch.base import UNPACKED, Departure, DispatchPlan, Links, Packing, Rows
+from fsdmoe.experts.dispatch.base import UNPACKED, DispatchPlan, Links, Packing, Rows
 from fsdmoe.experts.dispatch.clone_weights import Clones, CloneWeights
 from fsdmoe.kernels.clone_plan import place_choices, plan_clones
 from fsdmoe.kernels.permute import group_assignments
@@ -39,8 +39,6 @@ class CloningPlan(DispatchPlan):
     """With what travels in addition to rows."""
 
     clones: Clones | None = None
-    clone_rows: int = 0
-    """(Row, clone) pairs of this rank; ``max_rows`` counts them too."""
     weights: CloneWeights | None = None
     """Once they are under way."""
 
@@ -99,20 +97,5 @@ class CloningDispatcher(AllToAllDispatcher):
 
         return self._reader.start(pending)
 
-    def _counted(self, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
-        index_TP, counts_C = super()._counted(ids_RK)
-        ranks_P = torch.arange(self.links.ep.size, device=ids_RK.device)
-        is_clone = ids_RK.remainder(self.num_local_experts) >= self.num_own_experts
-        owners = torch.where(is_clone & (ids_RK >= 0), ids_RK // self.num_local_experts, -1)
-        pairs_P = (owners.flatten().unsqueeze(1) == ranks_P).sum(0, dtype=torch.int32)
-        return index_TP, torch.cat((counts_C, pairs_P))
-
-    def _departure(self, rows: Rows, counted: tuple[Tensor, Tensor]) -> Departure:
-        index_TP, counts_C = counted
-        return super()._departure(rows, (index_TP, counts_C[: -self.links.ep.size]))
-
     def _plan_of(self, table: list[list[list[int]]]) -> DispatchPlan:
-        ep = self.links.ep
-        plan = super()._plan_of([[counts[: -ep.size] for counts in members] for members in table])
-        clone_rows = sum(members[0][ep.rank - ep.size] for members in table)
-        return CloningPlan(**vars(plan), clone_rows=clone_rows)
+        return CloningPlan(**vars(super()._plan_of(table)))

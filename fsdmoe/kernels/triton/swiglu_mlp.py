@@ -182,10 +182,11 @@ class FusedProducts:
     def _weight_grad(
         self, left_MA: torch.Tensor, right_MB: torch.Tensor, row_map: RowMap, gradient: Gradient
     ) -> None:
-        if (place := gradient.place()) is not None:
-            buffer, accumulate = place
+        for first, buffer, accumulate in gradient.places():
             tile = grad_tile(buffer, accumulate, self.wgrad_spare_sms)
-            weight_grad(left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile)
+            weight_grad(
+                left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile, first_expert=first
+            )
 
 
 def experts_mlp_triton(

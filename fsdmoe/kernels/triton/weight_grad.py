@@ -21,7 +21,7 @@ from fsdmoe.kernels.triton.tiles import Tile
 
 
 @QuickLaunch
-@triton.jit(do_not_specialize=["num_experts", "num_programs"])
+@triton.jit(do_not_specialize=["first_expert", "num_experts", "num_programs"])
 def _weight_grad_kernel(
     left_desc,
     right_ptr,
@@ -32,6 +32,7 @@ def _weight_grad_kernel(
     counts_ptr,
     m,
     n,
+    first_expert,
     num_experts,
     num_programs,
     TOP_K: tl.constexpr,
@@ -47,7 +48,8 @@ def _weight_grad_kernel(
     tiles_n = tl.cdiv(n, BLOCK_N)
     num_tiles = num_experts * tiles_m * tiles_n
     for tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=True):
-        expert = tile // (tiles_m * tiles_n)
+        place = tile // (tiles_m * tiles_n)
+        expert = first_expert + place
         local = tile % (tiles_m * tiles_n)
         first = local // (GROUP_M * tiles_n) * GROUP_M
         height = tl.minimum(tiles_m - first, GROUP_M)
@@ -72,7 +74,7 @@ def _weight_grad_kernel(
             else:
                 right = right_desc.load([row, tile_n * BLOCK_N])
             acc = tl.dot(left.T, right, acc)
-        store_tile(out_desc, expert, tile_m * BLOCK_M, tile_n * BLOCK_N, acc, BLOCK_M, BLOCK_N, PARTS, ADD)
+        store_tile(out_desc, place, tile_m * BLOCK_M, tile_n * BLOCK_N, acc, BLOCK_M, BLOCK_N, PARTS, ADD)
 
 
 @QuickLaunch
@@ -111,9 +113,10 @@ def weight_grad(
     *,
     accumulate: bool,
     tile: Tile,
+    first_expert: int = 0,
 ) -> None:
     """Write or add ``left^T @ right`` per expert into ``out`` (contiguous, fp32 or bf16); ``right`` are rows
-    ``[M, B]``."""
+    ``[M, B]``. ``out`` is that of the experts from ``first_expert`` on."""
     num_experts, m, n = out_EAB.shape
     gathered = isinstance(right, GatheredRows)
     rows = right.x_RD if isinstance(right, GatheredRows) else right
@@ -130,6 +133,7 @@ def weight_grad(
         row_map.counts_E,
         m,
         n,
+        first_expert,
         num_experts,
         programs,
         TOP_K=row_map.top_k,
