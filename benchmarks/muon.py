@@ -32,8 +32,10 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 MICRO_BATCHES = (1, 4)
-STEPS_IN_A_ROW = 2
-"""Of one optimizer, behind one that is not timed: what an update leaves to the next forward is its own."""
+SETTLING_STEPS = 3
+STEPS_IN_A_ROW = 6
+"""Timed ones, behind some that are not. The card runs at its power limit, and lets one optimizer's steps have
+what the other's saved: after a second of its own steps each has the clock that it would have in a run."""
 TILE = 128
 """Of symmetric products (``fsdmoe/kernels/triton/symmetric_product.py``)."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,11 +84,12 @@ def train(
 def measure(
     model: Decoder, optimizers: dict[str, AdamW], tokens_BS: torch.Tensor, count: int, rounds: int
 ) -> dict[str, Times]:
-    """Medians; the optimizers take turns, so that the card's clock is the same for both."""
+    """Medians; the optimizers take turns, so that a card that slows down does so for both."""
     found: dict[str, list[list[float | torch.cuda.Event]]] = {name: [] for name in optimizers}
     for order in changing_orders(list(optimizers), rounds):
         for name in order:
-            train(model, optimizers[name], tokens_BS, count)
+            for _ in range(SETTLING_STEPS):
+                train(model, optimizers[name], tokens_BS, count)
             for _ in range(STEPS_IN_A_ROW):
                 found[name].append(train(model, optimizers[name], tokens_BS, count))
     wait(DEVICE)
@@ -190,7 +193,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it works")
     args = parser.parse_args()
     config = preset_config("qwen3-30b-a3b", num_hidden_layers=args.layers)
