@@ -8,6 +8,7 @@ duty                    when there is one
 :class:`RecipeDuty`     ``precision.statistics``: figures of quantised operands
 :class:`BiasDuty`       ``experts.balance.bias_rate``: routers' biases follow the loads
 :class:`ClipDuty`       ``optim.qk_clip``: heads with large logits get smaller weights
+:class:`RewardDuty`     ``data.kind = "preference"``: margin and accuracy of rewards
 :class:`AverageDuty`    ``optim.ema``: an average follows the weights
 ======================  ======================================================================================
 
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 
 from fsdmoe.experts.bias import BiasedRouter, update_biases
 from fsdmoe.experts.dispatch.flex_state import FlexState
+from fsdmoe.huggingface.preference import PreferenceLM
+from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.decoder import Decoder
 from fsdmoe.models.init import seed_of
 from fsdmoe.optim.config import OptimConfig
@@ -120,6 +123,22 @@ class ClipDuty(StepDuty):
         return {"attention_logits": {f"layer {number}": value for number, value in largest}}
 
 
+class RewardDuty(StepDuty):
+    def __init__(self, decoder: PreferenceLM) -> None:
+        self._decoder = decoder
+
+    def begin(self, step: int) -> None:
+        self._decoder.rewards_2 = None  # of a step that is run again, too
+
+    def figures(self, *, is_logged: bool) -> dict[str, Any]:
+        rewards_2 = self._decoder.rewards_2
+        if not is_logged or rewards_2 is None:
+            return {}
+        dist.all_reduce(rewards_2)  # no two ranks share pairs: tp and cp are refused
+        margin, accuracy = rewards_2.tolist()
+        return {"rewards": {"reward_margin": margin, "reward_accuracy": accuracy}}
+
+
 class AverageDuty(StepDuty):
     def __init__(self, average: WeightAverage) -> None:
         self._average = average
@@ -130,14 +149,14 @@ class AverageDuty(StepDuty):
 
 def step_duties(
     model: nn.Module,
-    routers: Sequence[BiasedRouter],
+    decoder: CausalLM,
     bias_rate: float,
     optim: OptimConfig,
     average: WeightAverage | None,
     *,
     seed: int = 0,
 ) -> list[StepDuty]:
-    """Those of a model from ``parallelize``, whose own routers are ``routers``."""
+    """Those of a model from ``parallelize``, which training calls as ``decoder``."""
     duties: list[StepDuty] = []
     if not isinstance(model, Decoder):  # ours draw nothing in training
         duties.append(SeedDuty(seed))
@@ -145,10 +164,12 @@ def step_duties(
         duties.append(FlexDuty(flex))
     if (quantized := state_of(model)) is not None:
         duties.append(RecipeDuty(quantized))
-    if bias_rate and routers:
+    if bias_rate and (routers := decoder.routers()):
         duties.append(BiasDuty(routers, bias_rate))
     if optim.qk_clip:
         duties.append(ClipDuty(QKClip(model, optim.qk_clip, rows=optim.qk_clip_rows)))
+    if isinstance(decoder, PreferenceLM):
+        duties.append(RewardDuty(decoder))
     if average is not None:  # behind whatever changes weights
         duties.append(AverageDuty(average))
     return duties

@@ -98,7 +98,7 @@ class Run:
         self.average = WeightAverage(self.model, config.optim.ema) if config.optim.ema.decay else None
         bias_rate = config.experts.balance.bias_rate
         self.duties = step_duties(
-            self.model, self.decoder.routers(), bias_rate, config.optim, self.average, seed=train.seed
+            self.model, self.decoder, bias_rate, config.optim, self.average, seed=train.seed
         )
         self.moe_layers = [f"layer {number}" for number in self.decoder.moe_layers()]
         self.max_norm = config.optim.grad_clip or math.inf

@@ -55,11 +55,16 @@ class PairLosses(AnswerSums):
         self._reference_2B = reference.sums_2B
         self._config = config
         self._num_pairs = num_pairs
+        self.rewards_2 = torch.zeros(2)
+        """Share of the step's mean margin of rewards, and of pairs whose chosen answer has the larger one.
+        Known once a loss was computed."""
 
     def loss_of(self, losses_T: Tensor) -> Tensor:
         super().loss_of(losses_T)
         gains_2B = self.sums_2B - self._reference_2B
         beta = self._config.beta
+        is_pair_B = self.of_answer_2BS.any(-1).any(0)  # evaluation fills batches up with rows of padding
+        self.rewards_2 = self._rewards(beta * gains_2B.detach(), is_pair_B)
         if self._config.loss == "ipo":
             gains_2B = gains_2B / self.of_answer_2BS.sum(-1).clamp(min=1)
         margin_B = gains_2B[0] - gains_2B[1]
@@ -69,8 +74,13 @@ class PairLosses(AnswerSums):
             losses_B = torch.relu(1 - beta * margin_B)
         else:
             losses_B = -F.logsigmoid(beta * margin_B)
-        is_pair_B = self.of_answer_2BS.any(-1).any(0)  # evaluation fills batches up with rows of padding
         return torch.where(is_pair_B, losses_B, 0.0).sum() / self._num_pairs
+
+    def _rewards(self, rewards_2B: Tensor, is_pair_B: Tensor) -> Tensor:
+        """TRL's ``rewards/margins`` and ``rewards/accuracies``, of sums over an answer's tokens, also where
+        the loss takes their mean."""
+        margin_B = rewards_2B[0] - rewards_2B[1]
+        return torch.where(is_pair_B, torch.stack((margin_B, margin_B > 0)), 0.0).sum(-1) / self._num_pairs
 
 
 class PreferenceLM:
@@ -80,6 +90,9 @@ class PreferenceLM:
         assert isinstance(inner, WrappedCausalLM), "adapters are around wrapped models alone"
         self._inner = inner
         self._config = config
+        self.rewards_2: Tensor | None = None
+        """This rank's part of the step's margin and accuracy so far (:class:`PairLosses`); whoever reads them
+        takes them away."""
         self._adapters: list[Any] = [layer for layer in inner.module.modules() if has_factors(layer)]
         if not has_fused_loss(inner.module):
             raise ConfigError(
@@ -112,7 +125,11 @@ class PreferenceLM:
         with torch.no_grad(), self._as_reference():
             self._inner(tokens_BS, **given, counts=replace(counts, loss_tokens=reference))
         pairs: Any = PairLosses(reference, self._config, counts.loss_tokens)
-        return self._inner(tokens_BS, **given, counts=replace(counts, loss_tokens=pairs), routing=routing)
+        out = self._inner(tokens_BS, **given, counts=replace(counts, loss_tokens=pairs), routing=routing)
+        if self.module.training:
+            rewards_2 = pairs.rewards_2
+            self.rewards_2 = rewards_2 if self.rewards_2 is None else self.rewards_2 + rewards_2
+        return out
 
     @contextlib.contextmanager
     def _as_reference(self) -> Iterator[None]:

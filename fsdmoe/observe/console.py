@@ -139,6 +139,7 @@ def live_figures(row: Row, eta_seconds: float | None) -> str:
     """The right part of the live line, short enough for 100 columns; MFU only where it is known."""
     parts = [
         f"loss {number(row['loss'], '.4f')}",
+        *reward_figures(row),
         f"{short(row['tokens_per_s'])} tok/s",
         f"{short(row['tflops'])} TFLOP/s",
     ]
@@ -154,6 +155,7 @@ def plain_line(row: Row, total_steps: int, eta_seconds: float | None) -> str:
     parts = [
         f"step {row['step']:>{width}}/{total_steps}",
         f"loss {number(row['loss'], '.4f'):>7}",
+        *reward_figures(row),
         f"lr {row['lr']:.2e}",
         f"grad norm {number(row['grad_norm'], '.3g'):>6}",
         f"{short(row['tokens_per_s']):>6} tok/s",
@@ -174,6 +176,13 @@ def plain_line(row: Row, total_steps: int, eta_seconds: float | None) -> str:
         parts.append(f"repeated {row['exchange']['repeated']:.0f}")
     parts.append(f"ETA {duration(eta_seconds)}")
     return " | ".join(parts)
+
+
+def reward_figures(row: Row) -> list[str]:
+    """Of pairs of answers, how far the chosen ones are ahead, and in which share of the pairs they are."""
+    if row.get("reward_margin") is None:
+        return []
+    return [f"margin {row['reward_margin']:.3f}", f"accuracy {percent(row['reward_accuracy'])}"]
 
 
 def worst_imbalance(row: Row) -> float | None:

@@ -3,7 +3,8 @@
 Three kinds of rows. A step: ``step, tokens, loss, lr, grad_norm, tokens_per_s, tflops, mfu, memory_gib,
 seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures (with the
 ``flex`` dispatcher also ``exchange``: how full buffers were, how often they were too small; with
-``optim.qk_clip`` also ``attention_logits``: layer name -> the largest). An evaluation: ``step, eval_loss``
+``optim.qk_clip`` also ``attention_logits``: layer name -> the largest; of pairs of answers also
+``reward_margin`` and ``reward_accuracy``). An evaluation: ``step, eval_loss``
 (and ``eval_loss_ema``, of averaged weights). Operands of quantised layers, on request: ``step, operands``.
 What is not a finite number is written as null, so that every line is valid JSON.
 """
@@ -24,6 +25,8 @@ _TAGS = {
     "lr": "train/lr",
     "grad_norm": "train/grad_norm",
     "loss_scale": "train/loss_scale",
+    "reward_margin": "train/reward_margin",
+    "reward_accuracy": "train/reward_accuracy",
     "eval_loss": "eval/loss",
     "eval_loss_ema": "eval/loss_ema",
     "tokens_per_s": "speed/tokens_per_s",

@@ -233,6 +233,8 @@ class _MainRank:
             row["sources"] = dict(record.sources)
         if record.exchange:
             row["exchange"] = dict(record.exchange)
+        if record.rewards:
+            row |= record.rewards
         if record.attention_logits:
             row["attention_logits"] = dict(record.attention_logits)
         if loads:

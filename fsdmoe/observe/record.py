@@ -84,3 +84,7 @@ class StepRecord:
 
     attention_logits: Mapping[str, float] | None = None
     """With ``optim.qk_clip``: the largest attention logit of each layer, of the sample that was looked at."""
+
+    rewards: Mapping[str, float] | None = None
+    """Of pairs of answers, means over the step: ``reward_margin`` between chosen and rejected answers, and
+    ``reward_accuracy``, the share of pairs where it is above 0."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.behaviour.test_hf_run import STEPS, STOP, config_for, folder_of, go, losses
 
@@ -33,6 +34,11 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rewards(folder: Path) -> list[tuple[float, float]]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [(row["reward_margin"], row["reward_accuracy"]) for row in rows if "loss" in row]
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -52,10 +58,16 @@ def test_pairs_train_alike_on_any_mesh_and_go_on_under_another(
     expected = losses(tmp_path / "one")
     assert expected[0][0] == pytest.approx(0.6931472, rel=1e-6)  # the adapters change nothing yet
     assert expected[-1][0] < expected[0][0] - 0.05
+    expected_rewards = rewards(tmp_path / "one")
+    assert expected_rewards[0] == (0, 0)
+    assert expected_rewards[-1][0] > 0.1
+    assert expected_rewards[-1][1] > 0.5
     run_ranks(go, first[0], str(hf), str(tmp_path / "split"), STOP, given | first[1])
     run_ranks(go, then[0], str(hf), str(tmp_path / "split"), STEPS, given | then[1])
     for step, (mine, theirs) in enumerate(zip(losses(tmp_path / "split"), expected, strict=True)):
         assert mine == pytest.approx(theirs, rel=1e-5), f"step {step}"
+    for step, got in enumerate(rewards(tmp_path / "split")):
+        assert got == pytest.approx(expected_rewards[step], rel=1e-4, abs=1e-5), f"step {step}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loss of pairs is what whole logits give, and TRL's."""
+"""The loss of pairs, their margin and accuracy are what whole logits give, and TRL's."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def made_model(**changes: Any) -> Any:
     return peft.inject_adapter_in_model(config, model)
 
 
-def ours(loss: str, beta: float) -> tuple[float, float]:
-    """The loss, and the norm of the adapters' gradient."""
+def ours(loss: str, beta: float) -> tuple[float, ...]:
+    """The loss, the norm of the adapters' gradient, and margin and accuracy of rewards."""
     model = fsdmoe.parallelize(made_model(), fsdmoe.build_meshes(ep=1))
     decoder = PreferenceLM(as_causal_lm(model), PreferenceConfig(loss=loss, beta=beta))  # type: ignore[arg-type]
     given = rows()
@@ -94,7 +94,9 @@ def ours(loss: str, beta: float) -> tuple[float, float]:
         out = decoder(**given, counts=counts)
         out.loss.backward()
     assert made.numel < given["tokens_BS"].numel() * VOCABULARY
-    return out.cross_entropy.item(), fsdmoe.clip_grad_norm(model, float("inf")).total.item()
+    assert decoder.rewards_2 is not None
+    norm = fsdmoe.clip_grad_norm(model, float("inf")).total.item()
+    return out.cross_entropy.item(), norm, *decoder.rewards_2.tolist()
 
 
 def reference_of(process_seed: int) -> tuple[list[list[float]], bool]:
@@ -119,7 +121,7 @@ def norm_of(model: Any) -> float:
     return torch.stack(grads).norm().item()
 
 
-def by_logits(loss: str, beta: float) -> tuple[float, float]:
+def by_logits(loss: str, beta: float) -> tuple[float, ...]:
     model = made_model()
 
     def log_probs(pair: dict[str, list[int]], name: str) -> Tensor:
@@ -133,12 +135,14 @@ def by_logits(loss: str, beta: float) -> tuple[float, float]:
                 layer._disable_adapters = not enabled
 
     total = torch.zeros(())
+    margins = []
     for pair in pairs():
         switch(False)
         reference = [log_probs(pair, name).detach() for name in ("chosen_ids", "rejected_ids")]
         switch(True)
         policy = [log_probs(pair, name) for name in ("chosen_ids", "rejected_ids")]
         chosen, rejected = (mine - theirs for mine, theirs in zip(policy, reference, strict=True))
+        margins.append(beta * (chosen - rejected).item())
         if loss == "ipo":
             margin = chosen / len(pair["chosen_ids"]) - rejected / len(pair["rejected_ids"])
             total = total + (margin - 1 / (2 * beta)) ** 2
@@ -148,20 +152,21 @@ def by_logits(loss: str, beta: float) -> tuple[float, float]:
             total = total - F.logsigmoid(beta * (chosen - rejected))
     mean = total / len(LENGTHS)
     mean.backward()
-    return mean.item(), norm_of(model)
+    accuracy = sum(margin > 0 for margin in margins) / len(margins)
+    return mean.item(), norm_of(model), sum(margins) / len(margins), accuracy
 
 
 def compare_with_logits() -> None:
     with chunks_of(7):  # several chunks, and a last one that is not full
         for case in CASES:
-            assert ours(*case) == pytest.approx(by_logits(*case), rel=1e-5), case
+            assert ours(*case) == pytest.approx(by_logits(*case), rel=1e-5, abs=1e-6), case
 
 
 def test_the_loss_of_pairs_is_that_of_whole_logits_which_are_never_made() -> None:
     run_ranks(compare_with_logits, 1)
 
 
-def by_trl(folder: str, loss: str, beta: float) -> tuple[float, float]:
+def by_trl(folder: str, loss: str, beta: float) -> tuple[float, ...]:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -183,14 +188,16 @@ def by_trl(folder: str, loss: str, beta: float) -> tuple[float, float]:
     )  # fmt: skip
     found = trainer.compute_loss(model, trainer.data_collator(pairs()))
     found.backward()
-    return found.item(), norm_of(model)
+    told = trainer._metrics["train"]
+    rewards = [told[name][-1] for name in ("rewards/margins", "rewards/accuracies")]
+    return found.item(), norm_of(model), *rewards
 
 
 def compare_with_trl(folder: str) -> None:
     for case in CASES:
         with chunks_of(7):
             found = ours(*case)
-        assert found == pytest.approx(by_trl(folder, *case), rel=1e-5), case
+        assert found == pytest.approx(by_trl(folder, *case), rel=1e-5, abs=1e-6), case
 
 
 @pytest.mark.full  # seconds of imports

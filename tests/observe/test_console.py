@@ -9,6 +9,7 @@ import pytest
 
 from fsdmoe.observe import print_table
 from fsdmoe.observe.console import Screen, live_figures, plain_line, worst_imbalance
+from fsdmoe.observe.metrics import row_scalars
 
 ROW = {
     "step": 120, "tokens": 491520, "loss": 3.21456, "lr": 3e-4, "grad_norm": 1.234, "tokens_per_s": 62_900.0,
@@ -42,6 +43,13 @@ def test_buffers_of_the_flex_dispatcher_are_said_and_repeated_steps_where_there_
     assert "| buffers 83.0% full | ETA" in plain_line(ROW | {"exchange": exchange}, 2000, 200.0)
     repeated = plain_line(ROW | {"exchange": exchange | {"repeated": 2}}, 2000, 200.0)
     assert "| buffers 83.0% full | repeated 2 | ETA" in repeated
+
+
+def test_margin_and_accuracy_of_rewards_are_said_where_pairs_are_trained_on():
+    row = ROW | {"reward_margin": 0.25, "reward_accuracy": 0.875}
+    assert "| margin 0.250 | accuracy 87.5% |" in plain_line(row, 2000, 200.0)
+    assert "loss 3.2146  margin 0.250  accuracy 87.5%  62.9k" in live_figures(row, 200.0)
+    assert row_scalars(row)["train/reward_accuracy"] == 0.875
 
 
 def test_the_live_line_has_the_figures_that_matter_and_leaves_out_an_unknown_mfu():
