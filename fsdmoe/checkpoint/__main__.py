@@ -95,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     second = ("second", "another checkpoint, or a run's folder")
     command = add("diff", _diff, "What differs between two checkpoints; 1 if anything does.", found, second)
     command.add_argument("--most", type=int, default=20, help="tensors to list")
+    command.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN",
+        help="compare tensors with matching names alone: 'model/*', '*lora_B*'; may be repeated",
+    )  # fmt: skip
     out = ("out", "folder to make")
     command = add("to-hf", _to_hf, "Write the model as a Hugging Face folder.", found, out)
     command.add_argument(
@@ -336,11 +340,19 @@ def _prune(options: argparse.Namespace, console: Console) -> int:
 def _diff(options: argparse.Namespace, console: Console) -> int:
     first = open_newest(options.path)
     second = open_newest(options.second)
-    found, num_equal = differences(first, second)
-    shown = [(each.name, each.text) for each in found[: options.most]]
+    found, num_equal = differences(first, second, options.only)
+    counters = [each for each in found if each.is_counter]
+    shown = [(each.name, each.text) for each in found if not each.is_counter][: options.most]
     if shown:
         console.print(_table(("tensor", "differs"), shown, f"{first.name} and {second.name}"))
     console.print(f"{len(found)} tensors differ, {num_equal} are the same, bit for bit")
+    if counters:
+        largest = max(each.largest for each in counters)
+        console.print(
+            f"{len(counters)} of them single numbers that are no weights, apart by at most {largest:g}: "
+            f"{counters[0].name}{' and others' * (len(counters) > 1)}",
+            markup=False,
+        )
     return int(bool(found))
 
 

@@ -77,6 +77,31 @@ def test_diff_names_the_tensors_that_differ(folder: Path, capsys: pytest.Capture
     assert "only in third" in out
 
 
+def test_diff_lists_weights_first_and_counters_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, step in (("one", 1.0), ("two", 11.0)):
+        states = {
+            f"p{number}": {"step": torch.tensor(step), "exp_avg": step * torch.ones(4)}
+            for number in range(30)
+        }
+        model = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.constant_(model.weight, 0.1 * step)
+        checkpoint.save(folder / name, model, states=states)
+    _, out, _ = run(capsys, "diff", folder / "one", folder / "two", "--most", 3)
+    rows = [line for line in out.splitlines() if "at most" in line and "elements" in line]
+    assert [row.split()[1] for row in rows] == ["model/weight", "states/p0/exp_avg", "states/p1/exp_avg"]
+    assert "61 tensors differ" in out
+    assert "30 of them single numbers" in out
+    assert "apart by at most 10" in out
+    _, out, _ = run(capsys, "diff", folder / "one", folder / "two", "--only", "model/*")
+    assert "1 tensors differ, 0 are the same" in out
+    assert "states" not in out
+    code, _, err = run(capsys, "diff", folder / "one", folder / "two", "--only", "weights/*")
+    assert code == 1
+    assert "--only: expected a pattern that matches the name of a tensor, got weights/*" in err
+
+
 def test_verify_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "verify", folder)
     assert code == 0
