@@ -141,11 +141,12 @@ def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
     inside = dp_shard * config.cp * config.tp
     expert = config.ep * config.etp
     if inside % expert:
+        possible = f"ep*etp from {', '.join(map(str, divisors(inside)))}" if inside > 1 else "mesh.ep = 1"
+        more = config.dp_outer * math.lcm(config.cp * config.tp, expert)
         raise ConfigError(
             f"mesh.ep: ep*etp = {expert} must divide dp_shard*cp*tp = {inside} "
-            f"(edp*ep*etp == dp_shard*cp*tp); choose ep*etp from {', '.join(map(str, divisors(inside)))}, "
-            f"or start more ranks: torchrun --nproc-per-node "
-            f"{config.dp_outer * math.lcm(config.cp * config.tp, expert)}"
+            f"(edp*ep*etp == dp_shard*cp*tp); choose {possible}, or start a multiple of {more} "
+            f"ranks: torchrun --nproc-per-node {more} (in a dry run --world {more})"
         )
     return Degrees(
         dp_outer=config.dp_outer, dp_shard=dp_shard, cp=config.cp, tp=config.tp,

@@ -46,9 +46,9 @@ _GONE = re.compile(
 def expect_kill() -> None:
     """Put into the error file what cannot be written afterwards: why a rank ended that was killed."""
     write_error_file(
-        f"rank {own_rank()} ended without a message of its own. Exit code -9 (SIGKILL): most probably the "
-        "kernel ended it for want of host memory (`dmesg` says so); start fewer ranks on this host, lower "
-        "data.num_workers or set checkpoint.asynchronous = false. Others: a crash inside of a library"
+        f"rank {own_rank()} ended without a message of its own. Exit code -9 (SIGKILL): somebody killed it, "
+        "or the kernel did for want of host memory (`dmesg` says so; then start fewer ranks on this host, "
+        "lower data.num_workers or set checkpoint.asynchronous = false). Others: a crash inside of a library"
     )
 
 
@@ -63,7 +63,8 @@ def report_error(error: Exception | str, folder: Path | None = None, received: S
     """Say why the run ends: once a host if its ranks all raise the same, else from the rank that raises it.
 
     The first rank of a host stores its text; another one speaks unless it finds the same there soon. (A
-    collective would not do: the others may be waiting in one of their own.) ``received``: the signals caught
+    collective would not do: the others may be waiting in one of their own.) Before ranks have met, and
+    without a launcher, another one says its first line. ``received``: the signals caught
     so far, where they are caught.
     """
     rank, text = own_rank(), str(error)
@@ -74,7 +75,9 @@ def report_error(error: Exception | str, folder: Path | None = None, received: S
         _follow_first(first)
         if stand_aside(received):  # the first rank of the host failed too
             return
-    elif rank != first and (store is None or _was_reported(store, first, text)):
+    elif rank != first and store is None:  # nobody can tell whether the first rank has said it: in short
+        said = said.partition("\n")[0]
+    elif rank != first and store is not None and _was_reported(store, first, text):
         _follow_first(first)
         stand_aside(received)
         return
@@ -165,8 +168,8 @@ def _ended_ranks() -> list[str]:
                 pid, host = store.get(f"{_PROCESS_KEY}{rank}").decode().split()
                 if host == process_space() and not is_alive(int(pid)):
                     found.append(
-                        f"rank {rank} (pid {pid}) has ended without a message: killed, for want of host "
-                        "memory perhaps (`dmesg` says so), or crashed inside of a library"
+                        f"rank {rank} (pid {pid}) has ended without a message: killed, by somebody or by the "
+                        "kernel for want of host memory (`dmesg` says so), or crashed inside of a library"
                     )
     return found
 

@@ -51,8 +51,8 @@ def divisor_problems(key: str, got: int, numbers: Mapping[str, int], *, also_of:
     """A line for each of ``numbers``, by what it counts, that ``got`` does not divide, with those that do
     (``also_of``: and divide this too)."""
     return [
-        f"{key}: expected a divisor of the {number} {what}, got {got}; choose one of "
-        f"{_shown(divisors(number, also_of))}"
+        f"{key}: expected a divisor of the {number} {what}, got {got}; choose "
+        f"{_one_of_numbers(divisors(number, also_of))}"
         for what, number in numbers.items()
         if got < 1 or number % got
     ]
@@ -123,6 +123,8 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:,.0f} {unit}" if unit == "bytes" else f"{num_bytes:,.2f} {unit}"
 
 
-def _shown(numbers: Sequence[int]) -> str:
+def _one_of_numbers(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
     shown = numbers if len(numbers) <= _MOST_SHOWN else [*numbers[: _MOST_SHOWN - 1], "…"]
-    return ", ".join(map(str, shown))
+    return f"one of {', '.join(map(str, shown))}"

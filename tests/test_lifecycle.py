@@ -108,6 +108,16 @@ def test_a_rank_that_fails_alone_does_not_wait_for_rank_0() -> None:
     assert run_ranks(_fail_alone, 2) == ["", "fsdmoe: rank 1: data.path: not on this host\n"]
 
 
+def test_a_rank_that_was_started_by_hand_says_in_a_line_why_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    report_error("MASTER_ADDR: not known here\nfsdmoe: data.path: not here either")
+    assert capsys.readouterr().err == "fsdmoe: rank 1: MASTER_ADDR: not known here\n"
+
+
 def test_the_process_group_is_taken_down_at_an_ordinary_end_only() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -62,9 +62,11 @@ def _divided_ranks(config: Config, world_size: int) -> Findings:
     """What the ranks cannot be divided into, and what cannot be divided over them."""
     model, mesh, train = config.model, config.mesh, config.train
     axes = tuple(f"mesh.{axis}" for axis in mesh.axes)
-    problems = asked(resolve_degrees, mesh, world_size, keys=axes)
     experts, width = ("model.num_experts", "model.preset"), ("model.moe_intermediate_size", "model.preset")
-    problems += asked(experts_per_rank, model.num_experts, mesh.ep, world_size, keys=experts)
+    problems = asked(experts_per_rank, model.num_experts, mesh.ep, world_size, keys=experts)
+    # Which ranks an ep asks for that no number of ranks can have would lead nowhere.
+    tried = dataclasses.replace(mesh, ep=1) if problems else mesh
+    problems += asked(resolve_degrees, tried, world_size, keys=axes)
     problems += asked(check_expert_width, model.moe_intermediate_size, mesh.etp, keys=width)
     degrees = _degrees(dataclasses.replace(mesh, ep=1, etp=1), world_size)  # rows are of the dense mesh alone
     if degrees is not None:

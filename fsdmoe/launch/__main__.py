@@ -17,7 +17,7 @@ from pathlib import Path
 from fsdmoe.config import CommandLine, load_config
 from fsdmoe.errors import ConfigError
 from fsdmoe.launch import kubernetes, ray_train, skypilot, slurm
-from fsdmoe.launch.job import ClusterJob, mesh_warnings, require_mesh, write_files
+from fsdmoe.launch.job import DEFAULT_GPU, ClusterJob, mesh_warnings, require_mesh, write_files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--nodes", required=True, help="how many; MIN:MAX goes on with fewer (mesh.elastic)")
     made.add_argument("--gpus-per-node", type=int, required=True, metavar="G", help="one rank each")
     made.add_argument("--cpu", action="store_true", help="ranks without GPUs: asks for nodes alone")
-    made.add_argument("--gpu", default="h100", help="its kind, for predictions and skypilot (default: h100)")
+    made.add_argument("--gpu", help=f"its kind, for predictions and skypilot (default: {DEFAULT_GPU})")
     made.add_argument("--submit", action="store_true", help="submit the job too")
     slurm_options = made.add_argument_group("slurm")
     slurm_options.add_argument("--time", default="24:00:00", help="limit of an attempt (default: 24:00:00)")
@@ -150,7 +150,7 @@ def _ray(job: ClusterJob, _: argparse.Namespace) -> Files:
 
 
 def _skypilot(job: ClusterJob, options: argparse.Namespace) -> Files:
-    text = skypilot.task(job, gpu=options.gpu, bucket=options.shared)
+    text = skypilot.task(job, gpu=options.gpu or DEFAULT_GPU, bucket=options.shared)
     return [("task.yaml", text)], ["sky", "jobs", "launch", "--yes"]
 
 

@@ -72,8 +72,12 @@ def require_mesh(job: ClusterJob, config: Config) -> None:
         raise ConfigError(*problems)
 
 
-def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str) -> list[str]:
-    """What exchanges activations beyond the NVLink of a node, with its predicted price."""
+DEFAULT_GPU = "h100"
+
+
+def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str | None) -> list[str]:
+    """What exchanges activations beyond the NVLink of a node, with its predicted price. ``gpu_name``: where
+    the user named it."""
     mesh = command.config.mesh
     per_node = job.ranks_per_node
     ranks = {"mesh.ep": mesh.ep * mesh.etp, "mesh.tp": mesh.tp * mesh.cp}
@@ -83,7 +87,8 @@ def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str) -> list[
     from fsdmoe.plan.job import Job, Setting
     from fsdmoe.plan.step_time import estimate_time
 
-    gpu = gpu_named(gpu_name)
+    gpu = gpu_named(gpu_name or DEFAULT_GPU)
+    unless = "" if gpu_name else ", or name another GPU with --gpu"
     domain = gpu.domain if gpu.domain > _NODE else per_node
     setting = Setting.of(command.config, command.world_size)
     planned = Job.of(command.config)
@@ -96,7 +101,7 @@ def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str) -> list[
             lines.append(
                 f"{key}: {size} ranks exchange activations in every layer, and NVLink joins {domain}: a step "
                 f"is predicted to take {here:.2f} s on {gpu.name}, {inside:.2f} s inside of one domain; set "
-                f"{key} so that it stays within {domain} ranks, or name the GPU with --gpu"
+                f"{key} so that it stays within {domain} ranks{unless}"
             )
     return lines
 

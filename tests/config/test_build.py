@@ -320,7 +320,6 @@ def test_findings_of_one_section_do_not_hide_those_between_sections() -> None:
         "optim.lr",
         "train.steps",
         "mesh.ep",
-        "mesh.ep",
         "train.global_batch_size",
     ]
 

@@ -24,6 +24,19 @@ from fsdmoe.tensor_parallel.divide import check_tensor_parallel
 from tests.support.config_building import build
 
 
+def test_an_ep_for_no_number_of_ranks_is_told_the_numbers_of_experts_alone() -> None:
+    (line,) = build({"mesh": {"ep": 3}}, 1)[1]
+    assert line == (
+        "mesh.ep: expected a divisor of the 8 experts, got 3; choose one of 1, 2, 4, 8, and start a multiple "
+        "of as many ranks (torchrun --nproc-per-node; in a dry run --world)"
+    )
+    (line,) = build({"mesh": {"ep": 2}}, 1)[1]
+    assert line.endswith(
+        "choose mesh.ep = 1, or start a multiple of 2 ranks: torchrun --nproc-per-node 2 (in a dry run "
+        "--world 2)"
+    )
+
+
 class Split:
     """Coordinates of a mesh that nobody built."""
 

@@ -81,14 +81,15 @@ def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero(tmp_path: Path) -> 
     assert (config.fsdp.lean, config.optim.lr) == (True, 0.5)
 
 
-def test_the_command_exits_with_2_and_plain_lines_on_rank_0_only() -> None:
+def test_the_command_exits_with_2_and_plain_lines_on_rank_0_and_one_on_others() -> None:
     first = run_program("train.py", "--mesh.epp", "4", "--config", "no/such.toml", RANK="0", WORLD_SIZE="2")
     assert first.wait() == 2
     assert "Traceback" not in first.stderr
     assert "mesh.epp: unknown key; did you mean mesh.ep?" in first.stderr
     assert "--config: no file at 'no/such.toml'" in first.stderr
-    other = run_program("train.py", "--mesh.epp", "4", RANK="1", WORLD_SIZE="2")
-    assert (other.wait(), other.stderr, other.stdout) == (2, "", "")
+    other = run_program("train.py", "--mesh.epp", "4", "--optim.lrr", "1", RANK="1", WORLD_SIZE="2")
+    line = "fsdmoe: rank 1: mesh.epp: unknown key; did you mean mesh.ep?\n"
+    assert (other.wait(), other.stderr, other.stdout) == (2, line, "")
 
 
 def test_a_missing_corpus_is_refused_before_anything_is_built() -> None:

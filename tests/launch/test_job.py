@@ -176,8 +176,12 @@ def test_experts_beyond_a_node_come_with_their_predicted_price(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launch("--on", "slurm", nodes="2", gpus="1")
-    assert (
-        "mesh.ep: 2 ranks exchange activations in every layer, and NVLink joins 1" in capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert "mesh.ep: 2 ranks exchange activations in every layer, and NVLink joins 1" in told
+    assert "name another GPU with --gpu" in told
+    launch("--on", "slurm", "--gpu", "h200", nodes="2", gpus="1")
+    told = capsys.readouterr().err
+    assert "NVLink joins 1" in told
+    assert "--gpu" not in told
     launch("--on", "slurm", "--mesh.ep", "1", nodes="2", gpus="1")
     assert "warning" not in capsys.readouterr().err

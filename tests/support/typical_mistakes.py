@@ -194,7 +194,7 @@ AT_FIRST_USE = {
         {"own.toml": '[train]\nsteps = "100"\n'},
     ),
     "experts that ep does not divide": Typical(
-        "--model.num_experts 7 --mesh.ep 2", "mesh.ep", "choose one of 1, or another model.num_experts"
+        "--model.num_experts 7 --mesh.ep 2", "mesh.ep", "choose 1, or another model.num_experts"
     ),
     "a folder of configurations": Typical("--config .", "--config", "name a file in it: run.toml"),
 }  # fmt: skip
