@@ -9,6 +9,7 @@
 
 Names are imported when they are first used, so ``import fsdmoe`` costs nothing and does nothing.
 """
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -39,34 +40,5 @@ if TYPE_CHECKING:
     from fsdmoe.parallel import ParallelPolicy, parallelize
     from fsdmoe.precision.config import PrecisionConfig
     from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
-
-__all__ = [
-    "AdamW",
-    "ExpertsSpec",
-    "FSDPConfig",
-    "Feed",
-    "LossScaleConfig",
-    "LossScaler",
-    "Origin",
-    "ParallelPolicy",
-    "PrecisionConfig",
-    "RoutingTape",
-    "__version__",
-    "as_causal_lm",
-    "build_meshes",
-    "checkpoint",
-    "clip_grad_norm",
-    "engine_of",
-    "explain",
-    "iterate_weights",
-    "join_batches",
-    "parallelize",
-    "prepare_accelerator",
-    "prepare_trainer",
-    "register_moe_adapter",
-    "routing_tape",
-    "save_routed_experts",
-    "send_weights",
-]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -7,8 +7,8 @@ A package's ``__init__`` lists them as imports for type checkers, which are also
 
     __getattr__ = lazy_names(__name__, __file__)
 
-So the sections of a configuration, which are declared next to the parts that read them, are imported and
-checked without torch.
+These names are its ``__all__`` too. So the sections of a configuration, which are declared next to the parts
+that read them, are imported and checked without torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package, whose ``__init__`` is ``file``."""
 
     def load(name: str) -> Any:
+        if name == "__all__":
+            return list(_imports(file))
         home = _imports(file).get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -40,12 +42,12 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
 
 @cache
 def _imports(file: str) -> dict[str, str]:
-    """Where each name of the file's imports from fsdmoe comes from."""
-    nodes = ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))
-    found = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    """Where each name that the file imports for type checkers comes from."""
+    module = ast.parse(Path(file).read_text(encoding="utf-8"))
+    found = [node for block in module.body if isinstance(block, ast.If) for node in block.body]
     return {
         alias.asname or alias.name: node.module
         for node in found
-        if node.module and node.module.startswith("fsdmoe")
+        if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }

@@ -1,4 +1,5 @@
 """Checkpoints that reshard to anything and cannot be lost; Hugging Face and stock DCP interchange."""
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -20,29 +21,5 @@ if TYPE_CHECKING:
     from fsdmoe.checkpoint.hf_import import from_hf
     from fsdmoe.checkpoint.parts import Checkpointed
     from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
-
-__all__ = [
-    "RUN_FOLDER",
-    "CheckpointConfig",
-    "CheckpointError",
-    "Checkpointed",
-    "Checkpointer",
-    "DCPExportPolicy",
-    "DCPImportPolicy",
-    "DamagedCheckpointError",
-    "ExportPolicy",
-    "LoadPolicy",
-    "UpcyclePolicy",
-    "from_dcp",
-    "from_hf",
-    "load",
-    "merge_adapter",
-    "plain_placements",
-    "save",
-    "to_adapter",
-    "to_dcp",
-    "to_hf",
-    "upcycle",
-]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -16,6 +16,7 @@ built::
 All findings (unknown keys, wrong types, impossible combinations) are collected and reported together, on
 rank 0, as plain lines that name the key and the fix; the exit code is 2.
 """
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -31,16 +32,5 @@ if TYPE_CHECKING:
     from fsdmoe.config.start import start_meshes
     from fsdmoe.config.toml import to_toml
     from fsdmoe.config.train import TrainConfig
-
-__all__ = [
-    "CommandLine",
-    "Config",
-    "TrainConfig",
-    "build_config",
-    "cross_problems",
-    "load_config",
-    "start_meshes",
-    "to_toml",
-]
 
 __getattr__ = lazy_names(__name__, __file__)

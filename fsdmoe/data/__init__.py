@@ -1,4 +1,5 @@
 """Documents to packed batches, in an order that any number of ranks can resume. See `docs/data.md`."""
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -11,17 +12,5 @@ if TYPE_CHECKING:
     from fsdmoe.data.config import DataConfig, SourceConfig, check_batch, require_holdout
     from fsdmoe.data.sources import check_data
     from fsdmoe.data.stream import DataStream, DocumentSpan, build_data
-
-__all__ = [
-    "Batch",
-    "DataConfig",
-    "DataStream",
-    "DocumentSpan",
-    "SourceConfig",
-    "build_data",
-    "check_batch",
-    "check_data",
-    "require_holdout",
-]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -1,5 +1,6 @@
 """Decoders in Hugging Face style: parameter names and config fields are those of their transformers
 counterparts."""
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -13,20 +14,5 @@ if TYPE_CHECKING:
     from fsdmoe.models.decoder import Decoder, build_model
     from fsdmoe.models.flops import training_flops_per_token
     from fsdmoe.models.init import Initializer, materialize
-
-__all__ = [
-    "PRESETS",
-    "CausalLM",
-    "Decoder",
-    "Initializer",
-    "LogitsOutput",
-    "LossOutput",
-    "ModelConfig",
-    "StepCounts",
-    "build_model",
-    "materialize",
-    "preset_config",
-    "training_flops_per_token",
-]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -1,4 +1,5 @@
 """What the user sees: console, ``metrics.jsonl``, TensorBoard, traces, and the summary of a run."""
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -12,15 +13,5 @@ if TYPE_CHECKING:
     from fsdmoe.observe.observer import Observer
     from fsdmoe.observe.progress import progress_line
     from fsdmoe.observe.record import RunFacts, StepRecord
-
-__all__ = [
-    "ObserveConfig",
-    "Observer",
-    "RunFacts",
-    "StepRecord",
-    "print_evaluation",
-    "print_table",
-    "progress_line",
-]
 
 __getattr__ = lazy_names(__name__, __file__)
