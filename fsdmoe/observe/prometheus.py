@@ -6,9 +6,10 @@ import re
 import threading
 from collections.abc import Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.observe.server import QuietHandler
 
 
 class MetricsServer(ThreadingHTTPServer):
@@ -46,20 +47,12 @@ class MetricsServer(ThreadingHTTPServer):
         self.server_close()
 
 
-class _MetricsHandler(BaseHTTPRequestHandler):
+class _MetricsHandler(QuietHandler):
     server: MetricsServer
-    timeout = 10.0  # of a connection that sends nothing
 
     def do_GET(self) -> None:
         if self.path != "/metrics":
             self.send_error(HTTPStatus.NOT_FOUND, "the page is at /metrics")
             return
         body = self.server.text().encode()
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the terminal is the run's."""
+        self.send(HTTPStatus.OK, body, "text/plain; version=0.0.4; charset=utf-8")

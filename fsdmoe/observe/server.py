@@ -1,12 +1,32 @@
-"""A page that this machine alone can ask for, served until the command is interrupted."""
+"""Small servers: what their handlers share, and a page that this machine alone can ask for, served until the
+command is interrupted."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from http.server import ThreadingHTTPServer
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 HOST = "127.0.0.1"
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    """Sends whole answers, and says nothing of them on the terminal."""
+
+    timeout = 10.0  # of a connection that sends nothing
+
+    def send(self, status: HTTPStatus, body: bytes, kind: str, **headers: str) -> None:
+        """An answer of the type ``kind``. In names of ``headers``, ``_`` stands for a dash."""
+        headers |= {"Content_Type": kind, "Content_Length": str(len(body))}
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet: the terminal is the run's, or shows the address and nothing else."""
 
 
 def serve_until_interrupted(build: Callable[[int], ThreadingHTTPServer], port: int) -> int:

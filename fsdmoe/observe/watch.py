@@ -7,12 +7,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.observe.compare import LOADS, METRICS
-from fsdmoe.observe.server import HOST, serve_until_interrupted
+from fsdmoe.observe.server import HOST, QuietHandler, serve_until_interrupted
 
 
 class WatchServer(ThreadingHTTPServer):
@@ -51,9 +51,8 @@ def _state_of(path: Path) -> str:
     return f"{stat.st_mtime_ns}.{stat.st_size}"
 
 
-class _WatchHandler(BaseHTTPRequestHandler):
+class _WatchHandler(QuietHandler):
     server: WatchServer
-    timeout = 10.0  # of a connection that sends nothing
 
     def do_HEAD(self) -> None:
         if self._is_meant():
@@ -81,15 +80,7 @@ class _WatchHandler(BaseHTTPRequestHandler):
         return True
 
     def _send(self, tag: str, body: bytes) -> None:
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("ETag", tag)
-        self.send_header("Cache-Control", "no-store")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the terminal shows the address and nothing else."""
+        self.send(HTTPStatus.OK, body, "text/html; charset=utf-8", ETag=tag, Cache_Control="no-store")
 
 
 def watch(draw: Callable[[], str], folders: Sequence[str], port: int) -> int:

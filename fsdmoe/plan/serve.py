@@ -22,13 +22,13 @@ import time
 import traceback
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.config import PRESETS, preset_config
-from fsdmoe.observe.server import HOST, serve_until_interrupted
+from fsdmoe.observe.server import HOST, QuietHandler, serve_until_interrupted
 from fsdmoe.plan.answer import answer
 from fsdmoe.plan.hardware import FABRICS, GIB, GPUS
 from fsdmoe.plan.memory_section import recompute_choices
@@ -122,9 +122,8 @@ def choices() -> dict[str, Any]:
     }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: ThreadingHTTPServer
-    timeout = MOST_SECONDS  # of a connection that sends nothing
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -259,13 +258,5 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(values).encode(), "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the terminal shows the address and nothing else."""
+        policy = "frame-ancestors 'none'"
+        self.send(status, body, kind, Cache_Control="no-store", Content_Security_Policy=policy)
