@@ -27,7 +27,6 @@ from fsdmoe.plan.memory import activation_bytes, state_bytes
 from fsdmoe.plan.parameters import split_model
 from fsdmoe.plan.recompute import decide_memory
 from fsdmoe.plan.text import memory_rows, traffic_rows, without_zeros
-from fsdmoe.plan.traffic import estimate_traffic
 from fsdmoe.rules import size_text
 
 SHOWN_GPUS = ("h100", "h200", "gb200")
@@ -114,11 +113,6 @@ def host_bytes(config: Config, found: Estimate) -> int:
         return found.memory.host
     kept = state_bytes(Job.of(config), Setting.of(config, found.num_ranks))
     return found.memory.host + kept.main_weights + kept.moments + kept.host
-
-
-def expert_bytes(config: Config, world_size: int) -> float:
-    """What a rank sends to and from experts in a step, under balanced routing."""
-    return estimate_traffic(Job.of(config), Setting.of(config, world_size)).experts
 
 
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:

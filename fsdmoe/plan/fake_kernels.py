@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -42,30 +43,21 @@ def kernels_left_out() -> Iterator[None]:
     launch = importlib.import_module("fsdmoe.kernels.triton.launch")
     with ExitStack() as stack:
         stack.enter_context(kernels("triton"))
-        stack.enter_context(_replaced(launch.QuickLaunch, _launch=_nothing))
+        stack.enter_context(patch.multiple(launch.QuickLaunch, _launch=_nothing))
         # Descriptors are checked for their alignment.
-        stack.enter_context(_replaced(FakeTensor, data_ptr=_aligned))
+        stack.enter_context(patch.multiple(FakeTensor, data_ptr=_aligned))
         # What asks for the kind of device.
-        stack.enter_context(_replaced(fused, supports=_takes_experts, supports_router_grad=_takes_router))
-        stack.enter_context(_replaced(scores, _fits_tensor_cores=_are_bfloat16))
+        stack.enter_context(
+            patch.multiple(fused, supports=_takes_experts, supports_router_grad=_takes_router)
+        )
+        stack.enter_context(patch.multiple(scores, _fits_tensor_cores=_are_bfloat16))
         # Allocates nothing; and torch 2.11 takes its dtype for another argument on fake tensors.
-        stack.enter_context(_replaced(linear, _multiplies_into_fp32=_is_float32, _add_unrounded_=_nothing))
-        stack.enter_context(_replaced(labels, _notes=_UnreadNotes()))
-        stack.enter_context(_replaced(F, scaled_dot_product_attention=_attention))
+        stack.enter_context(
+            patch.multiple(linear, _multiplies_into_fp32=_is_float32, _add_unrounded_=_nothing)
+        )
+        stack.enter_context(patch.multiple(labels, _notes=_UnreadNotes()))
+        stack.enter_context(patch.multiple(F, scaled_dot_product_attention=_attention))
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """These attributes of a class or a module, for a while."""
-    before = {name: vars(owner).get(name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value) if value is not None else delattr(owner, name)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

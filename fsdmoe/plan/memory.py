@@ -24,9 +24,9 @@ from fsdmoe.plan.activations import (
     received_rows,
     root_tensors,
 )
+from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import Job, Setting, memory_plan
 
-GIB = 2**30
 CONTEXT_ALONE = int(0.6 * GIB)
 """The CUDA context and the libraries' workspaces."""
 CONTEXT_WITH_OTHERS = int(2.0 * GIB)

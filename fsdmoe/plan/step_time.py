@@ -18,7 +18,7 @@ layers measured on one H200 (widths 768 to 14,336; 128 to 4,096 rows an expert):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from fsdmoe.experts.dispatch.chunks import chunk_shares
 from fsdmoe.fsdp.config import FSDPConfig
@@ -215,13 +215,13 @@ class _Layers:
             if setting.context.mode == "ring":  # passed on under the attention of the block before
                 hidden = parts["attention"] * (d.cp - 1) / d.cp
                 seconds = [max(0.0, seconds[0] - hidden), max(0.0, seconds[1] - 2 * hidden)]
-            found = _replaced(found, context=seconds[0], context_backward=seconds[1])
+            found = replace(found, context=seconds[0], context_backward=seconds[1])
         if kind != "dense" and d.ep * d.etp > 1:
             if setting.experts.sub_batches > 1 and kind == "moe":
                 forward, backward = self._waits_of_sub_batches(parts)
             else:
                 forward, backward = self._waits_for_rows(parts["experts"], parts["shared_experts"])
-            found = _replaced(found, experts=forward, experts_backward=backward)
+            found = replace(found, experts=forward, experts_backward=backward)
         return found
 
     def _waits_for_rows(self, compute: float, beside: float) -> tuple[float, float]:
@@ -278,9 +278,8 @@ class _Layers:
 
     def head_seconds(self) -> float:
         """All three products of the head, and of every depth's pass through it."""
-        tp = self._setting.degrees.tp
         rate = self._gpu.matmul * self._share
-        return 3 * self._flops["head"] * self._tokens * tp / tp / rate
+        return 3 * self._flops["head"] * self._tokens / rate
 
     def _dense_rate(self, part: str, sub_batches: int = 1) -> float:
         tokens = self._tokens * self._setting.degrees.tp / sub_batches
@@ -334,10 +333,6 @@ class _Layers:
         if "experts" in wanted:
             found += parts.get("experts", 0.0) * 2 / 3
         return found
-
-
-def _replaced(seconds: _LayerSeconds, **changes: float) -> _LayerSeconds:
-    return _LayerSeconds(**{**vars(seconds), **changes})
 
 
 def _flops_by_layer(model: ModelConfig, seq_len: int) -> dict[str, float]:

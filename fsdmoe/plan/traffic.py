@@ -8,7 +8,7 @@ cards of all its members in a domain at once; an exchange of everybody with ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,11 +44,6 @@ class TrafficEstimate:
     context: float = 0
     host: float = 0
     """To host memory and back."""
-
-    @property
-    def total(self) -> float:
-        """Between GPUs."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
 
 
 class ShardingSeconds(NamedTuple):
@@ -98,10 +93,6 @@ class LayerTraffic(NamedTuple):
 
     forward: float
     backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
 
 
 class ExpertLegs(NamedTuple):

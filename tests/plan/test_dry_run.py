@@ -11,7 +11,10 @@ import pytest
 
 import train
 from fsdmoe.config import build_config
-from fsdmoe.plan.dry_run import dry_run, expert_bytes, plan_run
+from fsdmoe.config.schema import Config
+from fsdmoe.plan.dry_run import dry_run, plan_run
+from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.traffic import estimate_traffic
 from fsdmoe.testing import requires_peft, requires_transformers
 from tests.support.hf_tiny import tiny_config
 
@@ -127,6 +130,10 @@ def table(
     assert dry_run(config, world) == 0
     rows = [line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
     return {row[0].strip(): row[1].strip() for row in rows}
+
+
+def expert_bytes(config: Config, world_size: int) -> float:
+    return estimate_traffic(Job.of(config), Setting.of(config, world_size)).experts
 
 
 def test_rows_that_experts_exchange_are_counted() -> None:
