@@ -138,15 +138,8 @@ def _kubernetes(job: ClusterJob, options: argparse.Namespace) -> Files:
 
 
 def _ray(job: ClusterJob, _: argparse.Namespace) -> Files:
-    return [("ray_job.py", ray_train.script(job))], [
-        "ray",
-        "job",
-        "submit",
-        "--working-dir",
-        ".",
-        "--",
-        "python",
-    ]
+    submission = ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
+    return [("ray_job.py", ray_train.script(job))], submission
 
 
 def _skypilot(job: ClusterJob, options: argparse.Namespace) -> Files:
