@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_folder import HFFolder
+from fsdmoe.checkpoint.hf_import import folder_reader
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.storage import Storage
 
@@ -21,7 +21,7 @@ _MOST_APART = 0.01
 
 def other_weight(checkpoint: RegionReader, storage: Storage, called: str, folder: HFFolder) -> str | None:
     """The name of a weight that the checkpoint has otherwise than the folder; None where all are the same."""
-    reader = RegionReader(storage, called, Index(folder.readable, {}, folder.files), threads=1)
+    reader = folder_reader(storage, called, folder)
     for piece in folder.pieces():
         name = f"model/{piece.memory}"
         stored = checkpoint.index.tensors.get(name)

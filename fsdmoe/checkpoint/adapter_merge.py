@@ -39,6 +39,7 @@ from fsdmoe.checkpoint.hf_export import (
     write_folder,
 )
 from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder, read_header
+from fsdmoe.checkpoint.hf_import import folder_reader
 from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.quantised import FP8_BLOCK, block_size, dequantise, quantise
 from fsdmoe.checkpoint.reader import RegionReader
@@ -105,7 +106,7 @@ def merge_adapter(
             _refuse_other_weights(os.fspath(adapter), os.fspath(base), other)
     changes = together(lambda: _plan(os.fspath(adapter), os.fspath(base), folder, found, config))
     changed = {*changes.factors, *changes.replaced}
-    reader = RegionReader(storage, called, Index(folder.readable, {}, folder.files), threads=1)
+    reader = folder_reader(storage, called, folder)
     raw = RegionReader(storage, called, Index(folder.tensors, {}, folder.files), threads=1)
     boxes: Boxes = {}
     again: dict[str, _Merged] = {}

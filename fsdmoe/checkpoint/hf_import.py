@@ -20,20 +20,9 @@ from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 
 
-class HFReader:
-    """Reads single tensors of a folder, quantised ones as ordinary numbers."""
-
-    def __init__(self, storage: Storage, name: str, folder: HFFolder) -> None:
-        self.folder = folder
-        self._regions = RegionReader(storage, name, Index(folder.readable, {}, folder.files), threads=1)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """What :meth:`read` returns for it."""
-        return self.folder.readable[name].dtype
-
-    def read(self, name: str, low: Shape | None = None, sizes: Shape | None = None) -> torch.Tensor:
-        """A tensor, or the region of it that begins at ``low``."""
-        return self._regions.read_tensor(name, low, sizes)
+def folder_reader(storage: Storage, name: str, folder: HFFolder) -> RegionReader:
+    """Reads tensors of a folder by their names on disk, quantised ones as ordinary numbers."""
+    return RegionReader(storage, name, Index(folder.readable, {}, folder.files), threads=1)
 
 
 def from_hf(
@@ -56,11 +45,11 @@ def from_hf(
     """
     storage, name = split_address(source)
     folder = together(lambda: _open(storage, name, for_transformers))
-    reader = HFReader(storage, name, folder)
+    reader = folder_reader(storage, name, folder)
     shapes = folder.memory_shapes()
     boxes: Boxes = {}
     for piece in folder.pieces():
-        kind = dtype or reader.dtype_of(piece.disk)
+        kind = dtype or folder.readable[piece.disk].dtype
         for low, sizes in _regions(piece):
             box = SavedBox(f"model/{piece.memory}", shapes[piece.memory], kind, low, sizes)
             boxes[box] = partial(_make, reader, piece, box)
@@ -86,9 +75,9 @@ def _regions(piece: Piece) -> list[tuple[Shape, Shape]]:
     return [((expert, 0, 0), (1, *piece.sizes[1:])) for expert in range(piece.sizes[0])]
 
 
-def _make(reader: HFReader, piece: Piece, box: SavedBox) -> torch.Tensor:
+def _make(reader: RegionReader, piece: Piece, box: SavedBox) -> torch.Tensor:
     if box.sizes == piece.sizes:
-        values = reader.read(piece.disk)
+        values = reader.read_tensor(piece.disk)
     else:
-        values = reader.read(piece.disk, box.offsets, swapped_shape(box.sizes, piece.form))
+        values = reader.read_tensor(piece.disk, box.offsets, swapped_shape(box.sizes, piece.form))
     return in_memory(values, piece.form).view(box.sizes).to(box.dtype)

@@ -25,8 +25,10 @@ from fsdmoe.checkpoint.agree import together
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_config import CLASSES
 from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder
-from fsdmoe.checkpoint.hf_import import HFReader
+from fsdmoe.checkpoint.hf_import import folder_reader
+from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.hf_understood import not_understood
+from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
@@ -85,16 +87,15 @@ def upcycle(
     """
     storage, name = split_address(source)
     folder = together(lambda: _open_dense(storage, name, policy))
-    reader = HFReader(storage, name, folder)
+    reader = folder_reader(storage, name, folder)
     boxes: Boxes = {}
     for piece in folder.pieces():
-        layer, _, part = piece.memory.partition(".mlp.")
-        if part in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
-            boxes |= _expert_boxes(reader, piece.disk, layer, part, policy)
+        if piece.memory.partition(".mlp.")[2] in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+            boxes |= _expert_boxes(reader, folder, piece, policy)
         else:
-            box = SavedBox.whole(f"model/{piece.memory}", piece.sizes, reader.dtype_of(piece.disk))
-            boxes[box] = partial(reader.read, piece.disk)
-    dtype, width = reader.dtype_of("model.embed_tokens.weight"), folder.config["hidden_size"]
+            box = SavedBox.whole(f"model/{piece.memory}", piece.sizes, folder.readable[piece.disk].dtype)
+            boxes[box] = partial(reader.read_tensor, piece.disk)
+    dtype, width = folder.readable["model.embed_tokens.weight"].dtype, folder.config["hidden_size"]
     std = float(folder.config.get("initializer_range") or 0.02)
     for number in range(int(folder.config["num_hidden_layers"])):
         name = f"model/model.layers.{number}.mlp.gate.weight"
@@ -152,11 +153,13 @@ def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
     return folder
 
 
-def _expert_boxes(reader: HFReader, disk: str, layer: str, part: str, policy: UpcyclePolicy) -> Boxes:
+def _expert_boxes(reader: RegionReader, folder: HFFolder, piece: Piece, policy: UpcyclePolicy) -> Boxes:
     """One dense projection as its shards in every group."""
-    shape_on_disk = reader.folder.tensors[disk].shape
-    dtype, down = reader.dtype_of(disk), part.startswith("down")
-    stated = (reader.folder.config["hidden_size"], reader.folder.config["intermediate_size"])
+    disk = piece.disk
+    layer, _, part = piece.memory.partition(".mlp.")
+    dtype, shape_on_disk = folder.readable[disk].dtype, folder.readable[disk].shape
+    down = part.startswith("down")
+    stated = (folder.config["hidden_size"], folder.config["intermediate_size"])
     if shape_on_disk != (stated if down else stated[::-1]):  # a wider one would lose its last rows
         raise CheckpointError(f"{disk}: shape {shape_on_disk}; config.json says (hidden, width) {stated}")
     rows, columns = shape_on_disk
@@ -176,9 +179,9 @@ def _expert_boxes(reader: HFReader, disk: str, layer: str, part: str, policy: Up
 
 
 def _shard(
-    reader: HFReader, disk: str, low: tuple[int, int], sizes: tuple[int, int], scale: int
+    reader: RegionReader, disk: str, low: tuple[int, int], sizes: tuple[int, int], scale: int
 ) -> torch.Tensor:
-    return reader.read(disk, low, sizes).mul(scale)[None]
+    return reader.read_tensor(disk, low, sizes).mul(scale)[None]
 
 
 def _router(box: SavedBox, layer: int, policy: UpcyclePolicy, std: float) -> torch.Tensor:
