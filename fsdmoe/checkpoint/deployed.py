@@ -92,7 +92,7 @@ def coded_boxes(
         return _packed(encode(read().to(rounded.dtype), rounded.format), rounded.format, rows)
 
     base = piece.disk.removesuffix("weight")
-    made = _MadeOnce(make)
+    made = MadeOnce(make)
     kinds = _stored(rounded, piece.sizes[-2], piece.sizes[-1])
     return {
         SavedBox.whole(base + ending, shape, dtype): partial(made.take, ending)
@@ -100,7 +100,7 @@ def coded_boxes(
     }
 
 
-class _MadeOnce:
+class MadeOnce:
     """Tensors that come from one computation, each taken once."""
 
     def __init__(self, make: Callable[[], dict[str, Tensor]]) -> None:
@@ -168,7 +168,7 @@ def _gpt_oss_boxes(piece: Piece, rounded: RoundedWeights, read: Callable[[], Ten
         scales = torch.stack([_exponents(each.scales_RB) for each in coded])
         return {MXFP4_BLOCKS: packed.unflatten(-1, (-1, 16)), SCALES: scales}
 
-    made = _MadeOnce(make)
+    made = MadeOnce(make)
     experts, columns, rows = piece.disk_shape
     scales = (experts, rows, columns // 32)
     return {

@@ -14,13 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.checkpoint.agree import from_first, together, world
-from fsdmoe.checkpoint.deployed import RoundedWeights, coded_boxes, quantization_config, read_roundings
+from fsdmoe.checkpoint.deployed import (
+    MadeOnce,
+    RoundedWeights,
+    coded_boxes,
+    quantization_config,
+    read_roundings,
+)
 from fsdmoe.checkpoint.disk_names import Convention, check_written, disk_names
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, Shape, is_scale_history
@@ -75,20 +80,6 @@ class FileTensor:
         name = f"model/{self.piece.memory}"
         sizes = (*self.piece.sizes[:-2], *reader.index.tensors[name].shape[-2:])
         return reader.read_tensor(name, (*self.piece.low[:-2], 0, 0), sizes)
-
-
-class _InFP8:
-    """A projection, quantised once for the two tensors that it becomes."""
-
-    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
-        self._read = read
-        self._made: dict[str, torch.Tensor] = {}
-
-    def take(self, form: Literal["codes", "scales"]) -> torch.Tensor:
-        """Its codes or its scales; the other is kept for whoever asks next."""
-        if form not in self._made:
-            self._made = dict(zip(("codes", "scales"), quantise(self._read()), strict=True))
-        return self._made.pop(form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +278,7 @@ def _boxes(tensors: list[FileTensor], reader: RegionReader, fp8: bool) -> Boxes:
 
 def fp8_boxes(disk: str, shape: Shape, read: Callable[[], torch.Tensor]) -> Boxes:
     """Codes and scales in place of a matrix."""
-    made = _InFP8(read)
+    made = MadeOnce(lambda: dict(zip(("codes", "scales"), quantise(read()), strict=True)))
     scales = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
     name = disk.removesuffix(".weight") + SCALE_SUFFIX
     return {
