@@ -101,18 +101,17 @@ class Names:
     def to_disk(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """The tensors on disk that a tensor in memory becomes."""
         if self.native:
-            (disk,) = self._on_disk(name)
-            return [Piece(disk, name, (0,) * len(shape), shape, form_of(name))]
+            return [Piece(self._on_disk(name), name, (0,) * len(shape), shape, form_of(name))]
         found = _FUSED.fullmatch(name)
         if found is None or len(shape) != 3 or self.fused_experts:
-            return [Piece(disk, name, (0,) * len(shape), shape) for disk in self._on_disk(name)]
+            return [Piece(self._on_disk(name), name, (0,) * len(shape), shape)]
         parts = ["down"] if found["part"] == "down_proj" else ["gate", "up"]
         rows = shape[1] // len(parts)
         pieces = []
         for expert in range(shape[0]):
             for index, part in enumerate(parts):
                 word = _MIXTRAL[part] if self.mixtral else f"{part}_proj"
-                (disk,) = self._on_disk(f"{found['layer']}.experts.{expert}.{word}.weight")
+                disk = self._on_disk(f"{found['layer']}.experts.{expert}.{word}.weight")
                 low, sizes = (expert, index * rows, 0), (1, rows, shape[2])
                 pieces.append(Piece(disk, name, low, sizes, drops_first=True))
         return pieces
@@ -139,13 +138,13 @@ class Names:
             f"model.mtp_layers.{int(found[1]) - self.num_layers}.{_MTP_IN_MEMORY.get(module, module)}.{leaf}"
         )
 
-    def _on_disk(self, memory: str) -> list[str]:
+    def _on_disk(self, memory: str) -> str:
         name = (
             re.sub(r"\.mlp\.(gate\.|experts\.)", r".block_sparse_moe.\1", memory) if self.mixtral else memory
         )
         name = name.replace(".mlp.gate.", ".mlp.router.") if self.native else name
         found = _MTP.fullmatch(name)
         if found is None or self.num_layers is None:
-            return [name]
+            return name
         module, _, leaf = found[2].rpartition(".")
-        return [f"model.layers.{self.num_layers + int(found[1])}.{_MTP_ON_DISK.get(module, module)}.{leaf}"]
+        return f"model.layers.{self.num_layers + int(found[1])}.{_MTP_ON_DISK.get(module, module)}.{leaf}"
