@@ -172,15 +172,9 @@ class WrappedCausalLM:
         which. A model with a fused loss sums the losses of ``targets`` (labels, mask, what to divide by)
         itself, if it can."""
         given: dict[str, Any] = {"loss_targets": targets} if has_fused_loss(self.module) else {}
-        if split is None:
-            return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, **given)
-        return self.module(
-            input_ids=tokens_BS,
-            position_ids=positions_BS,
-            use_cache=False,
-            attention_plan=split.plan,
-            **given,
-        )
+        if split is not None:
+            given["attention_plan"] = split.plan
+        return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, **given)
 
     def follow_plans(self, seq_len: int) -> bool:
         """From now on attend by plans, and only by them, if that computes the same for rows of this length.
