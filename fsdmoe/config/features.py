@@ -222,7 +222,6 @@ NOT_BLOCKWISE = Feature(
     is_on=lambda chosen: chosen["precision.recipe"] not in ("fp8_blockwise", "fp8_fast"),
 )  # fmt: skip
 HEAD_IN_FP8 = choice("the head in fp8", "precision.head", "fp8", "bf16")
-TORCHAO_PRODUCTS = choice("torchao's products", "precision.backend", "torchao", "own")
 WEIGHTS_QUANTIZED_IN_USE = Feature(
     name="weights quantised where they are used", key="precision.quantized_weights",
     shown="false with a recipe", off="true",
