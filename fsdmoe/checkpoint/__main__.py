@@ -297,18 +297,15 @@ def _tensor_table(index: Index) -> Table:
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
-    root, names, _ = together(lambda: require(options.path))
-    storage = open_storage(root)
     began = time.perf_counter()
-    index = together(lambda: open_verified(storage, names[0], "full"))
-    total = sum(record.num_bytes for record in index.files.values())
+    reader = open_newest(options.path, verify="full")
     seconds = time.perf_counter() - began
-    if index.is_foreign:
-        console.print(f"{names[0]}: headers and sizes are right; a Hugging Face folder has no checksums")
+    files = reader.index.files.values()
+    if reader.index.is_foreign:
+        console.print(f"{reader.name}: headers and sizes are right; a Hugging Face folder has no checksums")
     else:
-        console.print(
-            f"{names[0]}: {len(index.files)} files, {decimal(total)}, every block is right ({seconds:.1f} s)"
-        )
+        size = decimal(sum(record.num_bytes for record in files))
+        console.print(f"{reader.name}: {len(files)} files, {size}, every block is right ({seconds:.1f} s)")
     return 0
 
 

@@ -138,11 +138,12 @@ def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4)
     return index
 
 
-def open_newest(path: StrPath, threads: int = 4) -> RegionReader:
-    """The checkpoint at ``path``, or the newest of a folder of them, with its sizes checked. Collective."""
+def open_newest(path: StrPath, threads: int = 4, verify: Verify = "fast") -> RegionReader:
+    """The checkpoint at ``path``, or the newest of a folder of them, with its sizes checked (or every block).
+    Collective."""
     root, (name, *_), _ = from_first(lambda: require(path))
     storage = open_storage(root)
-    return RegionReader(storage, name, together(lambda: open_verified(storage, name, "fast")), threads)
+    return RegionReader(storage, name, together(lambda: open_verified(storage, name, verify)), threads)
 
 
 def load_indexed(
