@@ -10,12 +10,7 @@ from typing import Literal, get_args
 
 from fsdmoe.checkpoint.adapter_base import other_weight
 from fsdmoe.checkpoint.adapter_experts import for_servers
-from fsdmoe.checkpoint.adapter_names import (
-    BASE,
-    SHELL,
-    adapted_module,
-    exported_name,
-)
+from fsdmoe.checkpoint.adapter_names import BASE, SHELL, adapted_module, exported_name
 from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index

@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.checkpoint.adapter_names import (
-    COPIES,
-    EMBEDDING_FACTORS,
-    MAGNITUDE,
-    ORIGINAL,
-    is_adapter_name,
-)
+from fsdmoe.checkpoint.adapter_names import COPIES, EMBEDDING_FACTORS, MAGNITUDE, ORIGINAL, is_adapter_name
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.huggingface.lora import has_factors, is_first_factor, is_transposed, magnitudes

@@ -29,12 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdmoe.fsdp import engine_of, is_fully_sharded
 from fsdmoe.huggingface.for_a_while import set_for_a_while
-from fsdmoe.models.head import (
-    LEAN_CHUNK_TOKENS,
-    TokenObjective,
-    linear_cross_entropy,
-    linear_token_losses,
-)
+from fsdmoe.models.head import LEAN_CHUNK_TOKENS, TokenObjective, linear_cross_entropy, linear_token_losses
 from fsdmoe.rewrites import Rewrite, rewrite
 from fsdmoe.tensor_parallel.group import TensorGroup
 

@@ -25,12 +25,7 @@ from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.kernels.linear import Embedding
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.memory.calls import plain_calls
-from fsdmoe.models.attention import (
-    AttentionContext,
-    GroupedQueryAttention,
-    LatentAttention,
-    SplitRows,
-)
+from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention, SplitRows
 from fsdmoe.models.causal_lm import LogitsOutput, LossOutput, StepCounts
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead, LossRows
