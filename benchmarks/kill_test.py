@@ -53,8 +53,8 @@ import torch.distributed as dist
 
 from fsdmoe.checkpoint.catalog import Entry, entries
 from fsdmoe.checkpoint.format import MANIFEST
+from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.checkpoint.session import open_verified
-from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.config import Config, build_config
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes

@@ -17,6 +17,7 @@ from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.catalog import entries
 from fsdmoe.checkpoint.config import RUN_FOLDER
+from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.config import CommandLine, Config
 from fsdmoe.config.kept import KEPT, kept_text, read_kept, write_kept
@@ -166,7 +167,8 @@ def _parameters(config: Config) -> dict[str, tuple[int, ...]]:
 def holds_checkpoints(config: Config) -> bool:
     """Whether the run has saved something that it may resume from."""
     own = Path(config.train.output_dir).expanduser() / RUN_FOLDER
-    storage = open_storage(config.checkpoint.folder or own)
+    checkpoint = config.checkpoint
+    storage = open_storage(checkpoint.folder or own, Limits(checkpoint.retries, checkpoint.hang_seconds))
     storage.recover()  # as the load does: a save that was interrupted may have left one under another name
     return bool(entries(storage))
 

@@ -273,7 +273,7 @@ class RunLocks:
 
     def __init__(self, config: Config) -> None:
         folders = {Path(config.train.output_dir).expanduser().resolve(): "train.output_dir"}
-        apart = config.checkpoint.folder
+        apart = config.checkpoint.folder.removeprefix("file://")
         if apart and "://" not in apart and config.checkpoint.interval >= 0:  # an object store has no locks
             folders.setdefault(Path(apart).expanduser().resolve(), "checkpoint.folder")
         self._locks = [RunLock(folder, key) for folder, key in folders.items()]

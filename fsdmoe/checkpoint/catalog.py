@@ -16,6 +16,7 @@ from fsdmoe.checkpoint.dcp_folder import DCP_METADATA
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.hf_folder import is_hf_folder
+from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.reader import peek_serial
 from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
 from fsdmoe.errors import ConfigError
@@ -78,7 +79,7 @@ def _is_deleted(storage: Storage, name: str) -> bool:
     return True
 
 
-def resolve(path: StrPath) -> tuple[str, list[str], bool]:
+def resolve(path: StrPath, limits: Limits | None = None) -> tuple[str, list[str], bool]:
     """What a path to load means: the root of its storage, the candidates in order, and whether it names one
     checkpoint.
 
@@ -86,21 +87,22 @@ def resolve(path: StrPath) -> tuple[str, list[str], bool]:
     ``latest`` in it, is these from the newest to the oldest; a run's folder is its folder of checkpoints.
     """
     text = os.fspath(path).rstrip("/")
-    storage, name = split_address(text)
+    storage, name = split_address(text, limits)
     if storage.size(name, MANIFEST) is not None or is_hf_folder(storage, name):
         return storage.root, [name], True
-    folder = storage if name == LATEST_WORD else open_storage(text)
+    folder = storage if name == LATEST_WORD else open_storage(text, limits)
     found = entries(folder)
-    if not found and name != LATEST_WORD and (inside := entries(open_storage(f"{text}/{RUN_FOLDER}"))):
-        folder, found = open_storage(f"{text}/{RUN_FOLDER}"), inside
+    run = open_storage(f"{text}/{RUN_FOLDER}", limits)
+    if not found and name != LATEST_WORD and (inside := entries(run)):
+        folder, found = run, inside
     return folder.root, [entry.name for entry in found], False
 
 
-def require(path: StrPath) -> tuple[str, list[str], bool]:
+def require(path: StrPath, limits: Limits | None = None) -> tuple[str, list[str], bool]:
     """As :func:`resolve`, but finding nothing is an error."""
-    root, names, explicit = resolve(path)
+    root, names, explicit = resolve(path, limits)
     if not names:
-        beside, name = split_address(path)
+        beside, name = split_address(path, limits)
         if beside.size(name, DCP_METADATA) is not None:
             raise CheckpointError(
                 f"{os.fspath(path)}: no checkpoint here but a folder of torch.distributed.checkpoint, whose "
@@ -114,11 +116,13 @@ def require(path: StrPath) -> tuple[str, list[str], bool]:
     return root, names, explicit
 
 
-def require_start(path: str, *, weights_only: bool) -> tuple[str, list[str], bool]:
+def require_start(
+    path: str, *, weights_only: bool, limits: Limits | None = None
+) -> tuple[str, list[str], bool]:
     """What a run starts from, as of :func:`require`. A Hugging Face model has weights only, and is refused
     where more is wanted."""
-    root, names, explicit = require(path)
-    if explicit and not weights_only and open_storage(root).size(names[0], MANIFEST) is None:
+    root, names, explicit = require(path, limits)
+    if explicit and not weights_only and open_storage(root, limits).size(names[0], MANIFEST) is None:
         raise ConfigError(
             f"checkpoint.load: {path} is a Hugging Face model, which has weights only; "
             "set checkpoint.load_only_model = true"

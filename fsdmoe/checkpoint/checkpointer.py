@@ -22,6 +22,7 @@ from fsdmoe.checkpoint.api import LoadPolicy, load_first
 from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.memory_copies import MemoryCopies
 from fsdmoe.checkpoint.saver import Parts, Saver, SaveRecord
 from fsdmoe.checkpoint.session import write_state
@@ -54,7 +55,9 @@ class Checkpointer(Saver):
             meshes: Needed for models that are split over mesh axes (DTensors) and not sharded.
             about: Kept with the tensors for readers, such as the run's configuration.
         """
-        super().__init__(config, open_storage(config.folder or folder), meshes=meshes, about=about)
+        self._limits = Limits(config.retries, config.hang_seconds)
+        storage = open_storage(config.folder or folder, self._limits)
+        super().__init__(config, storage, meshes=meshes, about=about)
         self._copies = MemoryCopies(config, folder, meshes, about) if config.in_memory else None
         self._tidied = False
         self.before_save: Callable[[], None] = lambda: None
@@ -94,7 +97,7 @@ class Checkpointer(Saver):
         names = from_first(self._recovered)
         if not names and self.config.load != "latest":
             with self._naming_the_key():
-                names = from_first(lambda: require(self.config.load)[1])
+                names = from_first(lambda: require(self.config.load, self._limits)[1])
         if self._copies is not None and self._continues():
             return bool(names) or self._copies.are_there()
         return bool(names)
@@ -128,7 +131,8 @@ class Checkpointer(Saver):
     def _is_own(self, path: str) -> bool:
         """Whether a path lies inside of the run's own folder: it sets the run back, on purpose."""
         inside = os.path.abspath(self.storage.root) + os.sep
-        return os.path.abspath(os.path.expanduser(path)).startswith(inside)
+        path = os.path.expanduser(path.removeprefix("file://"))
+        return os.path.abspath(path).startswith(inside)
 
     def _newest_step(self) -> int:
         """Of the checkpoints of this run; -1 without one."""
@@ -207,8 +211,10 @@ class Checkpointer(Saver):
     def load_from(self, path: str, parts: Parts) -> Tree:
         """Load a named checkpoint, or the newest of a named folder; anything else is an error."""
         weights_only = set(parts) == {"model"}
-        root, names, explicit = from_first(lambda: require_start(path, weights_only=weights_only))
-        loaded = load_first(open_storage(root), names, parts, self._policy(), explicit=explicit)
+        root, names, explicit = from_first(
+            lambda: require_start(path, weights_only=weights_only, limits=self._limits)
+        )
+        loaded = load_first(open_storage(root, self._limits), names, parts, self._policy(), explicit=explicit)
         self._say_changes(f"loaded {root}/{loaded.name}", loaded.about)
         return loaded.values
 
@@ -273,7 +279,7 @@ class Checkpointer(Saver):
         if not self._tidied:
             self.storage.tidy()
             self._tidied = True
-        return name_for(step, self.storage.names())
+        return name_for(step, [*self.storage.names(), *self._failed_names])
 
     def _recovered(self) -> list[str]:
         self.storage.recover()

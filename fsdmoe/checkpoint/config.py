@@ -43,12 +43,25 @@ class CheckpointConfig:
     checks the whole checkpoint before anything is loaded."""
     threads: int = 4
     """Files that one rank writes or reads at a time."""
+    retries: int = 3
+    """How often an operation of the storage (the write of a file, a read, a listing) is tried again after an
+    error that may pass: of a network, of a busy server. The pause before is a second, then twice as long each
+    time. Each failure is a line with rank, operation and file."""
+    hang_seconds: float = 300.0
+    """An operation of the storage that makes no progress for so long is given up and named, and the save or
+    load fails. Less than 600, for which ranks wait for each other. 0: no limit."""
     max_failed_saves: int = 0
     """Saves that may fail in a row (a full disk, say) before the run stops; each failure is reported."""
 
     def __post_init__(self) -> None:
         lowest = {"interval": -1, "keep_last": 1, "keep_every": 0, "threads": 1, "max_failed_saves": 0}
-        problems = at_least("checkpoint", vars(self), lowest | {"in_memory": 0})
+        lowest |= {"in_memory": 0, "retries": 0, "hang_seconds": 0}
+        problems = at_least("checkpoint", vars(self), lowest)
+        if self.hang_seconds >= 600:
+            problems.append(
+                "checkpoint.hang_seconds: expected less than 600, for which ranks wait for each other, "
+                f"got {self.hang_seconds:g}; lower it, or set it to 0 for no limit"
+            )
         if self.in_memory and self.interval < 0:
             problems.append(
                 "checkpoint.in_memory: expected a run that saves its end, since copies in memory go with it, "

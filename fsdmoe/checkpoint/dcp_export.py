@@ -209,8 +209,9 @@ Places = dict[MetadataIndex, filesystem._StorageInfo]
 def _write(order: SaveOrder, rank: int, boxes: Boxes, objects: Tree, progress: Progress) -> Places:
     """This rank's file: one ``torch.save`` after another."""
     file = f"__{rank}_0.distcp"
-    places: Places = {}
-    with travelling_errors(), order.storage.create(order.name, file) as handle:
+
+    def fill(handle: Any) -> Places:
+        places: Places = {}
 
         def put(index: MetadataIndex, value: Any) -> None:
             start = handle.tell()
@@ -222,7 +223,10 @@ def _write(order: SaveOrder, rank: int, boxes: Boxes, objects: Tree, progress: P
         for box, make in boxes.items():
             put(MetadataIndex(box.name, torch.Size(box.offsets)), make())
             progress(box.num_bytes)
-    return places
+        return places
+
+    with travelling_errors():
+        return order.storage.write(order.name, file, fill)
 
 
 def _finish(order: SaveOrder, stock: _Stock, written: list[Places]) -> None:
@@ -239,6 +243,5 @@ def _finish(order: SaveOrder, stock: _Stock, written: list[Places]) -> None:
         version=filesystem.CURRENT_DCP_VERSION,
     )
     with travelling_errors():
-        with order.storage.create(order.name, DCP_METADATA) as handle:
-            pickle.dump(metadata, handle)
+        order.storage.write(order.name, DCP_METADATA, lambda handle: pickle.dump(metadata, handle))
         order.storage.commit(order.name)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -352,8 +353,9 @@ def write_file(
     storage: Storage, name: str, file: str, boxes: Boxes, progress: Progress = no_progress
 ) -> None:
     """One safetensors file of whole tensors."""
-    with storage.create(name, file) as handle:
-        write_safetensors(handle, boxes, lambda box: box.name, progress=progress)
+    storage.write(
+        name, file, lambda handle: write_safetensors(handle, boxes, lambda box: box.name, progress=progress)
+    )
 
 
 def _finish(storage: Storage, name: str, files: list[Boxes], config: Tree, tokenizer: str | None) -> bool:
@@ -376,11 +378,15 @@ def _copy_tokenizer(storage: Storage, name: str, source: Path) -> bool:
     else:
         paths = {path.name: path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)}
     for called, path in sorted(paths.items()):
-        with path.open("rb") as file, storage.create(name, called) as handle:
-            shutil.copyfileobj(file, handle)
+        storage.write(name, called, partial(_copy_file, path))
     return any(called.startswith("tokenizer") for called in paths)
 
 
+def _copy_file(path: Path, handle: Any) -> None:
+    with path.open("rb") as file:
+        shutil.copyfileobj(file, handle)
+
+
 def write_json(storage: Storage, name: str, file: str, document: Tree) -> None:
-    with storage.create(name, file) as handle:
-        handle.write((json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+    data = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+    storage.write(name, file, lambda handle: handle.write(data))

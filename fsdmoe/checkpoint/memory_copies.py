@@ -38,6 +38,7 @@ from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, METADATA, parse_manifest
 from fsdmoe.checkpoint.host_memory import available_host_bytes
+from fsdmoe.checkpoint.local_storage import LocalStorage, StrPath
 from fsdmoe.checkpoint.node_memory import (
     Copy,
     CopyStorage,
@@ -56,7 +57,6 @@ from fsdmoe.checkpoint.reader import open_checkpoint
 from fsdmoe.checkpoint.saved_box import Boxes, held_boxes
 from fsdmoe.checkpoint.saver import Parts, Saver, SaveRecord, held_bytes
 from fsdmoe.checkpoint.session import saving
-from fsdmoe.checkpoint.storage import LocalStorage, StrPath
 from fsdmoe.checkpoint.writer import (
     SaveOrder,
     WrittenFile,

@@ -1,18 +1,26 @@
 """Checkpoints in an object store, through fsspec. Its methods do what those of
-:class:`fsdmoe.checkpoint.storage.LocalStorage` do."""
+:class:`fsdmoe.checkpoint.local_storage.LocalStorage` do.
+
+fsspec's own ``exists`` is not used: it answers no to every error, and a checkpoint whose marker could not be
+asked for would be passed over, or swept away.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import LATEST, MANIFEST, MARKER, METADATA
 
+T = TypeVar("T")
+
 
 class ObjectStorage:
     """No rename, no fsync: an object exists once its upload is done; a marker object says that all are."""
+
+    is_remote = True
 
     def __init__(self, address: str) -> None:
         try:
@@ -26,11 +34,15 @@ class ObjectStorage:
         self.root = address
 
     def begin(self, name: str, *, replaces: bool = False) -> None:
-        if not replaces and self._fs.exists(self._at(name, MARKER)):
+        if not replaces and self.size(name, MARKER) is not None:
             raise CheckpointError(
                 f"{self.root}/{name} exists and an object store cannot replace it at once; delete it"
             )
-        self._remove(name)
+        self.delete(name)
+
+    def write(self, name: str, file: str, fill: Callable[[Any], T]) -> T:
+        with self.create(name, file) as handle:
+            return fill(handle)
 
     @contextlib.contextmanager
     def create(self, name: str, file: str) -> Iterator[Any]:
@@ -43,21 +55,29 @@ class ObjectStorage:
             raise
         handle.close()
 
+    def written_size(self, name: str, file: str) -> int | None:
+        return self.size(name, file)
+
     def commit(self, name: str) -> None:
         self._fs.pipe_file(self._at(name, MARKER), b"whole\n")
         self._fs.invalidate_cache()
 
     def discard(self, name: str) -> None:
         with contextlib.suppress(Exception):  # the next save's tidy() sees what is left
-            if not self._fs.exists(self._at(name, MARKER)):  # what is whole was not begun by the failed save
+            if self.size(name, MARKER) is None:  # what is whole was not begun by the failed save
                 self._remove(name)
 
     def names(self) -> list[str]:
-        return [path.rsplit("/", 1)[-1] for path, is_whole in self._folders() if is_whole]
+        found = [path.rsplit("/", 1)[-1] for path, is_whole in self._folders() if is_whole]
+        # a marker whose upload was given up may arrive when the files are gone again
+        return [name for name in found if self.size(name, MANIFEST) is not None]
 
     def size(self, name: str, file: str) -> int | None:
+        return self._size(self._at(name, file))
+
+    def _size(self, path: str) -> int | None:
         try:
-            return int(self._fs.info(self._at(name, file))["size"])
+            return int(self._fs.info(path)["size"])
         except FileNotFoundError:
             return None
 
@@ -111,17 +131,18 @@ class ObjectStorage:
     def _folders(self) -> list[tuple[str, bool]]:
         """Paths, and whether a marker says that all is there."""
         self._fs.invalidate_cache()
-        if not self._fs.exists(self._root):
+        try:
+            listed = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
             return []
-        found = [entry for entry in self._fs.ls(self._root, detail=True) if entry["type"] == "directory"]
-        paths = [entry["name"].rstrip("/") for entry in found]
-        return [(path, self._fs.exists(f"{path}/{MARKER}")) for path in paths]
+        paths = [entry["name"].rstrip("/") for entry in listed if entry["type"] == "directory"]
+        return [(path, self._size(f"{path}/{MARKER}") is not None) for path in paths]
 
     def _at(self, *parts: str) -> str:
         return "/".join((self._root, *parts))
 
     def _remove(self, name: str) -> None:
-        if self._fs.exists(self._at(name)):
+        with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._at(name), recursive=True)
         self._fs.invalidate_cache()
 

@@ -32,6 +32,7 @@ from fsdmoe.checkpoint.session import describe
 from fsdmoe.checkpoint.staging import Stager
 from fsdmoe.checkpoint.storage import Storage
 from fsdmoe.checkpoint.writer import SaveOrder
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Meshes
 
@@ -76,6 +77,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._failed_in_a_row = 0
+        self._failed_names: list[str] = []
+        """Not used again: a write that was given up may still end."""
         self._shape: list[tuple[Any, ...]] = []
         self._group: dist.ProcessGroup | None = None
         if config.asynchronous and world()[1] > 1:
@@ -106,7 +109,15 @@ class Saver:
         began = time.perf_counter()
         tensors, values = together(lambda: snapshot(parts, self._meshes))
         about = describe({"step": step, "run": self._about, **about_parts(parts, self._meshes)})
-        name = from_first(lambda: self._choose_name(step))
+        try:
+            name = from_first(lambda: self._choose_name(step))
+        except ConfigError:
+            raise
+        except Exception as error:  # on all ranks alike: the storage does not answer
+            self.record = SaveRecord(step, time.perf_counter() - asked, 0)
+            self._failure = error
+            self._settle(is_last=not in_background)
+            return
         order = SaveOrder(self.storage, name, values, about, self.config.threads, point=True)
         needed = self._needed(tensors)
         staged = None
@@ -185,6 +196,7 @@ class Saver:
             self._saved(order, self.record)
         except Exception as error:  # raised again by the loop's own thread
             self._failure = self._explained(error, order.name)
+            self._failed_names.append(order.name)
             if staged is not None and world()[0] == 0:  # now: the loop may not look for hours
                 logger.error("the save in the background has failed: %s", self._failure)
 

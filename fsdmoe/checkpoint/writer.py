@@ -12,6 +12,8 @@ import io
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from fsdmoe.checkpoint.blocks import BlockWriter, FileRecord
 from fsdmoe.checkpoint.errors import CheckpointError
@@ -72,10 +74,13 @@ def write_share(
     def write(number: int) -> WrittenFile:
         file = f"data-{rank:05d}-{number}.safetensors"
         chosen = {box: boxes[box] for box in bins[number]}
-        with order.storage.create(order.name, file) as handle:
+
+        def fill(handle: Any) -> WrittenFile:
             writer = BlockWriter(handle)
             starts = write_safetensors(writer, chosen, _name_in_file, _CONTENT, progress)
-        return WrittenFile(file, writer.record(), starts)
+            return WrittenFile(file, writer.record(), starts)
+
+        return order.storage.write(order.name, file, fill)
 
     with travelling_errors():
         _check_space(order, rank, boxes)
@@ -107,9 +112,12 @@ def documents(order: SaveOrder, written: Iterable[WrittenFile], serial: int) -> 
 def write_documents(order: SaveOrder, made: dict[str, bytes]) -> None:
     """Write both, and make the checkpoint visible."""
     for file, data in made.items():
-        with order.storage.create(order.name, file) as handle:
-            handle.write(data)
+        order.storage.write(order.name, file, partial(_put, data))
     order.storage.commit(order.name)
+
+
+def _put(data: bytes, handle: Any) -> None:
+    handle.write(data)
 
 
 def finish(order: SaveOrder, written: Iterable[WrittenFile]) -> None:
@@ -117,8 +125,8 @@ def finish(order: SaveOrder, written: Iterable[WrittenFile]) -> None:
     with travelling_errors():
         serial = 1 + max((peek_serial(order.storage, name) for name in order.storage.names()), default=0)
         made = documents(order, written, serial)
+        _check_there(order, parse_manifest(made[MANIFEST], order.name)[0])
         write_documents(order, made)
-        _check_visible(order, parse_manifest(made[MANIFEST], order.name)[0])
         if order.point:
             order.storage.point_at(order.name)
 
@@ -137,9 +145,10 @@ def _check_space(order: SaveOrder, rank: int, boxes: Iterable[SavedBox]) -> None
         )
 
 
-def _check_visible(order: SaveOrder, files: dict[str, FileRecord]) -> None:
+def _check_there(order: SaveOrder, files: dict[str, FileRecord]) -> None:
+    """Before anything becomes visible: the files of all ranks."""
     for file, record in files.items():
-        if order.storage.size(order.name, file) != record.num_bytes:
+        if file != METADATA and order.storage.written_size(order.name, file) != record.num_bytes:
             raise CheckpointError(
                 f"{order.storage.root}/{order.name}/{file}: written by its rank but not seen "
                 "by the coordinator; checkpoint.folder must be on storage that all ranks share"

@@ -182,7 +182,7 @@ MISTAKES = {
         ("train.output_dir: no space left in", "free some"),
         ("--checkpoint.interval", "2"),
         code=1,
-        prepare=sabotaged("run.checkpoints.storage.create = full", "all"),
+        prepare=sabotaged("run.checkpoints.storage.inner.create = full", "all"),
         is_said_once=False,  # the summary's line too says how the run ended
     ),
 }  # fmt: skip

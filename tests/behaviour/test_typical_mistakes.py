@@ -104,7 +104,7 @@ def test_the_first_line_names_the_key_and_the_fix(name: str, tmp_path: Path) -> 
     mistake = TYPICAL[name]
     write_files(tmp_path, mistake)
     if name == FULL_DISK:
-        sabotaged("run.checkpoints.storage.create = full", "all")(tmp_path)
+        sabotaged("run.checkpoints.storage.inner.create = full", "all")(tmp_path)
     with ports() as found:
         started = start(tmp_path, mistake, found)
         try:

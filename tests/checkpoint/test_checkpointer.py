@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from fsdmoe.checkpoint import RUN_FOLDER, CheckpointConfig, Checkpointer, CheckpointError, staging
-from fsdmoe.checkpoint.storage import LocalStorage
+from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks

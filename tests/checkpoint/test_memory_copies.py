@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, memory_copies, node_memory
-from fsdmoe.checkpoint.storage import LocalStorage
+from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks

@@ -16,8 +16,8 @@ from torch import nn
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.hf_import import from_hf
+from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.checkpoint.session import open_verified
-from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 
 Header = dict[str, Any]

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from fsdmoe.checkpoint.api import LoadPolicy, load
 from fsdmoe.checkpoint.blocks import BLOCK_BYTES
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.checkpoint.planner import PlanCache
 from fsdmoe.checkpoint.session import Verify, describe, write_state
-from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.checkpoint.tree import split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.mesh import build_meshes

@@ -9,8 +9,8 @@ from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError
 from fsdmoe.checkpoint.hf_config import model_fields
 from fsdmoe.checkpoint.hf_export import to_hf
+from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.checkpoint.session import open_verified
-from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.models import Decoder, preset_config

@@ -18,9 +18,9 @@ import torch
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, DamagedCheckpointError, LoadPolicy
 from fsdmoe.checkpoint.format import FORMAT, manifest_bytes, parse_manifest
+from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.checkpoint.reader import open_checkpoint
 from fsdmoe.checkpoint.session import open_verified
-from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.testing import RankFailure, run_ranks
 
 

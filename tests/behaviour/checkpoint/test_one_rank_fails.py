@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.storage import LocalStorage
+from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.testing import run_ranks
+from tests.support.faulty_storage import Hang, TestTime, limited
 
 
 def parts(step: int) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def test_a_half_deleted_checkpoint_is_invisible_named_and_tried_again(
         if not ignore_errors and os.path.exists(path):
             raise OSError(16, "Device or resource busy", str(path))
 
-    one = Checkpointer(CheckpointConfig(asynchronous=False, keep_last=1), tmp_path)
+    one = Checkpointer(CheckpointConfig(asynchronous=False, keep_last=1, retries=0), tmp_path)
     one.save(1, parts(1))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
@@ -219,3 +220,30 @@ def denied() -> list[str]:
 def test_a_folder_that_the_first_rank_cannot_list_is_one_line_on_all_ranks(tmp_path: Path) -> None:
     for message in run_ranks(cannot_list, 2, str(tmp_path), timeout=30):
         assert message.startswith("CheckpointError: rank 0: PermissionError: ")
+
+
+def hang_on_one_rank(folder: str) -> str:
+    time = TestTime()
+    hang = Hang(time, "write", "inside")
+    one = Checkpointer(CheckpointConfig(), folder)
+    one.save(1, {"part": {f"x{n}": torch.ones(1000) for n in range(4)}, "step": 1})
+    one.wait()
+    if dist.get_rank() == 1:
+        one.storage = limited(LocalStorage(folder), hang, 3, time)
+    one.save(2, {"part": {f"x{n}": torch.ones(1000) for n in range(4)}, "step": 2})
+    try:
+        one.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        hang.go.set()
+        one.close()
+    return "nothing was raised here"
+
+
+def test_a_rank_that_hangs_is_named_by_all(tmp_path: Path) -> None:
+    for message in run_ranks(hang_on_one_rank, 2, str(tmp_path), timeout=30):
+        assert "rank 1: write " in message
+        assert "step_00000002/data-00001-0.safetensors has made no progress for 300 s" in message
+    assert names(tmp_path) == ["step_00000001"]
+    assert not list(tmp_path.glob(".saving-*"))
