@@ -75,12 +75,14 @@ def batch_of(step: int, micro_batch: int, device: torch.device) -> torch.Tensor:
     return torch.randint(0, VOCAB // 2, (2, SEQUENCE), generator=random).to(device)
 
 
-def main(folder: str, steps: int = STEPS, param_dtype: torch.dtype = torch.bfloat16) -> list[float]:
+def main(folder: str, steps: int = STEPS, param_dtype: torch.dtype | None = None) -> list[float]:
     if not dist.is_initialized():
         dist.init_process_group()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if param_dtype is None:  # many CPUs have no products in bfloat16, and say so in every one
+        param_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     model: Any = Transformer().to(device)
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)

@@ -4,10 +4,11 @@ A prompt is a user's turn if the tokenizer has a chat template; else, or with ``
 """
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 _COMMAND = "python -m fsdmoe.checkpoint"
 
@@ -29,8 +30,9 @@ def refuse_other_folders(folder: str) -> None:
 
 def main(folder: str, prompt: str, *, plain: bool = False) -> str:
     refuse_other_folders(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of torchao, which transformers loads
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     is_chat = bool(tokenizer.chat_template) and not plain
     kind = "its chat template" if is_chat else "a plain prompt"
     print(

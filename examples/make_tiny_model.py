@@ -5,11 +5,12 @@ weights, with a tokenizer and a chat template.
 ``config.json``, ``model.safetensors``, ``tokenizer.json`` and ``tokenizer_config.json``.
 """
 
+import logging
 import sys
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # ChatML, the markup of Qwen and many others.
@@ -21,7 +22,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Byte-level BPE whose few merges come from this file: it can write any text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,7 +34,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     backend.train([__file__], trainer)
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
@@ -42,15 +43,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main(folder: str) -> None:
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of torchao, which transformers loads
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         "qwen3_moe", vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
         head_dim=16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
         num_experts_per_tok=2, max_position_embeddings=512, output_router_logits=True,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"{folder}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")

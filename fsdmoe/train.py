@@ -30,6 +30,7 @@ from fsdmoe.graphs import build_micro_batches
 from fsdmoe.health.duties import Health
 from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.huggingface.preference import PreferenceLM
+from fsdmoe.hush import hush_libraries
 from fsdmoe.kernels.backend import choose_kernels, use_fixed_order
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
@@ -273,6 +274,7 @@ class Run:
 
 def train(command: CommandLine) -> int:
     """Train, evaluate or plan as the command line asks; returns the exit code. Collective."""
+    hush_libraries()
     config = fit_mesh(command.config, command.world_size)
     if command.dry_run:
         return dry_run(config, command.world_size, command.problems, command.gpu)

@@ -32,6 +32,7 @@ BASEMENT = {
     "process_group",
     "rank_facts",
     "features",
+    "hush",
     "rewrites",
     "rules",
 }

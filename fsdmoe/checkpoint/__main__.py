@@ -52,6 +52,7 @@ from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import own_rank
+from fsdmoe.hush import hush_libraries
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,6 +60,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 when it cannot be done, 2 for a wrong command line."""
     options = _parser().parse_args(arguments)
+    hush_libraries()
     console = Console(quiet=own_rank() != 0)
     try:
         with _ranks():

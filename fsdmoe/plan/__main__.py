@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.hush import hush_libraries
 from fsdmoe.observe.console import suppress_broken_pipe
 from fsdmoe.plan.answer import answer
 from fsdmoe.plan.hardware import FABRICS, GPUS
@@ -21,6 +22,7 @@ from fsdmoe.plan.winner import check, tables_of, toml_text
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when something fits, 1 when nothing does, 2 for a wrong command line."""
     options = parser().parse_args(arguments)
+    hush_libraries()
     if options.serve:
         return serve(options.port)
     if options.model is None or options.gpus is None:
