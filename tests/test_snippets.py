@@ -183,6 +183,8 @@ def check_train(command: Command) -> None:
     if "--resume" in words:  # there is no such run yet: its other options go with any configuration
         place = words.index("--resume")
         words[place : place + 2] = ["--config", "configs/quickstart.toml"]
+    if "--model.hf" in words and not Path(words[words.index("--model.hf") + 1]).exists():
+        words[words.index("--model.hf") + 1] = "tutorial/model"  # the page has made another
     if "--world" not in words:
         words += ["--world", str(command.world_size)]
     with pytest.raises(SystemExit) as ended:
