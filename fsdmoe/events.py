@@ -3,7 +3,8 @@
 =========  ====================================  =====================================================
 event      when                                  with
 =========  ====================================  =====================================================
-start      a run begins, before its first step   ``step`` (0, or of the checkpoint), ``ranks``, ``host``
+start      a run begins, before its first step   ``step`` (0, or of the checkpoint), ``ranks``, ``began``
+                                                 (when its launcher, or this rank, was started)
 restart    the same, where it was begun before   the same
 ready      the first step of a start is done     ``step``
 save       the loop goes on after a save         ``step``, ``stall`` (seconds that it waited)

@@ -201,6 +201,17 @@ def began(pid: int) -> str:
     return facts[19] if facts else ""
 
 
+def started_at() -> float | None:
+    """When this start of a run began, in seconds since 1970: its launcher's process where that has started
+    ranks once, else this one. None where the system does not say."""
+    is_first = has_launcher() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    ticks = began(os.getppid() if is_first else os.getpid())
+    if not ticks:
+        return None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
 def _facts_of(pid: int) -> list[str]:
     """What the kernel says of a process, from its state on; empty where there is none."""
     try:

@@ -129,7 +129,10 @@ class Run:
         groups = group_lines(self.model, self.optimizer, config.optim.groups)
         self.observer.card(card | groups | self.health.card | self.checkpoints.card)
         self._note_event(
-            "restart" if events.read(folder) else "start", step=step, ranks=dist.get_world_size()
+            "restart" if events.read(folder) else "start",
+            step=step,
+            ranks=dist.get_world_size(),
+            began=failures.started_at(),
         )
         if trains and step >= train.steps:
             logging.info("nothing left to train: raise train.steps, or start anew: --checkpoint.load none")

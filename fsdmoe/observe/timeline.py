@@ -3,7 +3,10 @@
 ::
 
     |setup....|first step|training -----------x  lost |  down  |setup...|first step|training ---|
-    start     ready                 save      killed            restart  ready                 end
+    began   start        ready      save      killed           began  restart      ready       end
+
+Setup counts from the start of the launcher's process, or of the rank where there is none, so loading Python
+and torch is part of it.
 
 Training counts up to the last step that a later start still had: what came after the save that it resumed
 from was lost, and so was the time until its first step was done. Time that the loop waited for saves is no
@@ -63,7 +66,10 @@ def lives_of(found: Sequence[Mapping[str, Any]]) -> list[Life]:
         kind = row["event"]
         at = float(row["time"])
         if kind in ("start", "restart"):
-            lives.append(Life(at, row.get("step", 0), ended=at, last_step=row.get("step", 0)))
+            began = float(row.get("began") or at)
+            if lives:  # of a process that has had another start
+                began = max(began, lives[-1].ended)
+            lives.append(Life(min(began, at), row.get("step", 0), ended=at, last_step=row.get("step", 0)))
         if not lives:
             continue
         life = lives[-1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdmoe import events
+from fsdmoe import events, failures
 from fsdmoe.observe.timeline import drawing, goodput, lives_of, spans_of, timeline_lines
 
 
@@ -30,6 +31,32 @@ def test_what_a_later_start_did_not_have_is_lost() -> None:
         ("setup", 80, 90), ("training", 90, 190),
     ]  # fmt: skip
     assert goodput(spans) == pytest.approx((38 + 100) / 190)
+
+
+def test_setup_counts_from_the_start_of_the_process_and_never_into_the_start_before() -> None:
+    found = [
+        _row(40, "start", began=10), _row(50, "ready", 1), _row(60, "save", 10),
+        _row(90, "restart", 10, began=5), _row(100, "ready", 11), _row(130, "end", 40, status="finished"),
+    ]  # fmt: skip
+    assert [(span.kind, span.begin, span.end) for span in spans_of(lives_of(found))] == [
+        ("setup", 10, 50), ("training", 50, 60), ("setup", 60, 100), ("training", 100, 130),
+    ]  # fmt: skip
+
+
+def test_a_start_is_dated_by_its_launcher_and_a_restart_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = {os.getpid(): 700, os.getppid(): 300}
+    monkeypatch.setattr(failures, "began", lambda pid: str(ticks[pid]))
+    monkeypatch.setattr(failures.time, "clock_gettime", lambda _: 100.0)
+    monkeypatch.setattr(failures.time, "time", lambda: 5000.0)
+    monkeypatch.setattr(failures.os, "sysconf", lambda _: 100)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert failures.started_at() == 4907.0
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "x")
+    assert failures.started_at() == 4903.0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert failures.started_at() == 4907.0
+    monkeypatch.setattr(failures, "began", lambda pid: "")
+    assert failures.started_at() is None
 
 
 def test_the_timeline_is_drawn_with_its_faults() -> None:
