@@ -69,7 +69,7 @@ class ObjectStorage:
 
     def names(self) -> list[str]:
         found = [path.rsplit("/", 1)[-1] for path, is_whole in self._folders() if is_whole]
-        # a marker whose upload was given up may arrive when the files are gone again
+        # a marker whose upload was given up may be done when the files are gone again
         return [name for name in found if self.size(name, MANIFEST) is not None]
 
     def size(self, name: str, file: str) -> int | None:
