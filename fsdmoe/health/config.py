@@ -22,6 +22,10 @@ class HealthConfig:
     """A step that takes longer is explained (which collective, which rank never came), with stacks of all
     ranks, and the run ends. Choose more than the longest evaluation or save. 0: collectives wait for 10
     minutes. While it is on, `kill -USR1` to any rank writes stacks of all ranks to <run folder>/stacks."""
+    silent_seconds: float = 120.0
+    """Of runs on several nodes: a rank that is not heard of for so long is lost, with its connections still
+    open (the power or the network of its node is gone). It is named, and the run ends. Threads exchange
+    heartbeats for this, apart from the steps. 0: collectives wait for 10 minutes."""
     checksums: int = 0
     """Steps between two comparisons of values that several ranks hold (weights under mesh.dp_outer, buffers);
     a difference ends the run and names the rank. 0: never."""
@@ -39,8 +43,10 @@ class HealthConfig:
     """Bind each rank to its share of the cores that are next to its GPU (by PCIe), or of all without one."""
 
     def __post_init__(self) -> None:
-        lowest = {"step_times": 0, "hang_seconds": 0, "checksums": 0, "spike_factor": 1, "max_rollbacks": 1,
-                  "gc_interval": 0}  # fmt: skip
+        lowest = dict.fromkeys(
+            ("step_times", "hang_seconds", "silent_seconds", "checksums", "gc_interval"), 0
+        )
+        lowest |= {"spike_factor": 1, "max_rollbacks": 1}
         problems = at_least("health", vars(self), lowest)
         problems += one_of("health", vars(self), {"on_spike": get_args(OnSpike)})
         if self.on_spike == "none" and self.spike_factor != HealthConfig.spike_factor:

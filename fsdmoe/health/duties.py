@@ -9,6 +9,8 @@ duty                    when there is one
 :class:`HangDuty`       ``health.hang_seconds``: a step that does not end is explained
 :class:`GarbageDuty`    ``health.gc_interval``: garbage collection in the same steps on all ranks
 ======================  ======================================================================================
+
+Heartbeats (``health.silent_seconds``) are threads and no duty: a step knows nothing of them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdmoe.all_ranks import from_all_ranks
@@ -31,6 +34,7 @@ from fsdmoe.health.checksums import Checksums
 from fsdmoe.health.config import HealthConfig
 from fsdmoe.health.flight import Lateness, entries, lateness, place_of_ranks, slow_rank
 from fsdmoe.health.hang import HangWatch
+from fsdmoe.health.heartbeat import Heartbeats, has_several_nodes
 from fsdmoe.health.spikes import Spikes
 from fsdmoe.mesh import Meshes
 from fsdmoe.step_duties import StepDuty
@@ -150,7 +154,10 @@ class Health:
         self._spikes: SpikeDuty | None = None
         self._closed: list[Callable[[], None]] = []
         self._num_rollbacks = 0
-        places = place_of_ranks() if config.step_times or config.checksums or config.hang_seconds else []
+        is_real = dist.get_backend() != "fake"  # in a world that is made up nobody beats
+        beats = config.silent_seconds > 0 and is_real and has_several_nodes(meshes.facts)
+        asks = config.step_times or config.checksums or config.hang_seconds or beats
+        places = place_of_ranks() if asks else []
         if config.on_spike != "none":
             self._spikes = SpikeDuty(config, tell)
             self.duties.append(self._spikes)
@@ -162,6 +169,8 @@ class Health:
             watch = HangWatch(config.hang_seconds, folder, places)
             self.duties.append(HangDuty(watch))
             self._closed.append(watch.close)
+        if beats:
+            self._closed.append(Heartbeats(config.silent_seconds, folder, places).close)
         if config.gc_interval:
             garbage = GarbageDuty(config.gc_interval)
             self.duties.append(garbage)
