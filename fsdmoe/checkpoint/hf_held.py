@@ -32,7 +32,8 @@ _ONLY: dict[str, Tree] = {
     "glm4_moe": _NOWHERE,
     "gpt_oss": _NOWHERE | _PLAIN_ROUTER | {"first_k_dense_replace": 0},
 }
-"""The only value of each field that the code of a family in transformers computes with."""
+"""The only value of each field that the code of a family in transformers computes with, or a function of all
+fields that returns it."""
 
 
 def not_held(fields: Tree, *, has_bias: bool, selection: str = "top_k") -> list[str]:
@@ -47,8 +48,11 @@ def not_held(fields: Tree, *, has_bias: bool, selection: str = "top_k") -> list[
     if kind not in CLASSES:
         return [f"model.architecture: expected one of {', '.join(CLASSES)}, got {kind!r}"]
     lines = routing_not_held(CLASSES[kind], has_bias=has_bias and kind not in _WITH_BIAS, selection=selection)
-    for key, only in _ONLY[kind].items():
-        value = fields.get(key, only)
+    for key, rule in _ONLY[kind].items():
+        if key not in fields:
+            continue
+        only = rule(fields) if callable(rule) else rule
+        value = fields[key]
         if value != only:
             lines.append(f"model.{key}: {CLASSES[kind]} has {_only(only)} there, got {value!r}; {_fix(only)}")
     return lines

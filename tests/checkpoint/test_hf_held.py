@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
+from fsdmoe.checkpoint import hf_held
 from fsdmoe.checkpoint.hf_held import not_held
 from tests.support.hf_pairs import tiny
 
@@ -21,3 +24,14 @@ def test_each_line_names_its_key_and_what_to_do() -> None:
         "architecture",
     ]
     assert not_held(dataclasses.asdict(tiny("deepseek_v3")), has_bias=True) == []
+
+
+def test_the_only_value_of_a_field_may_follow_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = dataclasses.asdict(tiny("qwen3_moe"))
+    width = fields["hidden_size"] // fields["num_attention_heads"]
+    rule = {"head_dim": lambda given: given["hidden_size"] // given["num_attention_heads"]}
+    monkeypatch.setitem(hf_held._ONLY, "qwen3_moe", rule)
+    assert not_held(fields | {"head_dim": width}, has_bias=False) == []
+    (line,) = not_held(fields | {"head_dim": width + 2}, has_bias=False)
+    assert line.startswith(f"model.head_dim: Qwen3MoeForCausalLM has only {width} there, got {width + 2}")
+    assert not_held({"architecture": "qwen3_moe"}, has_bias=False) == []
