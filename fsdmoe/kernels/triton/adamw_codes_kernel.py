@@ -50,43 +50,24 @@ def _places(matrix, block_a, block_b, num_rows, num_columns):
 
 
 @triton.jit
-def _update(
-    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2, correction2,
-    eps, decay, at,
-):  # fmt: skip
+def _update(main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, at):
     main = update_block(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr, 0,
-        lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0, None, False, False, False,
-        False, False,
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr, 0, settings,
+        at, None, 0, None, False, False, False, False, False,
     )  # fmt: skip
     # As it is stored: in bfloat16 it may be larger than it was.
     return main.to(main_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def _update_half(
-    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2, correction2,
-    eps, decay, num_columns, HALF: tl.constexpr,
-):  # fmt: skip
+def _update_half(main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, num_columns, HALF: tl.constexpr):
     """64 rows, every fourth of them in one result: codes of four results are then the bytes of words of the
     transpose, without a move between threads."""
     at = (HALF * 64 + 4 * tl.arange(0, 16))[:, None] * num_columns + tl.arange(0, 128)[None, :]
-    first = _update(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
-        correction2, eps, decay, at,
-    )  # fmt: skip
-    second = _update(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
-        correction2, eps, decay, at + num_columns,
-    )  # fmt: skip
-    third = _update(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
-        correction2, eps, decay, at + 2 * num_columns,
-    )  # fmt: skip
-    fourth = _update(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
-        correction2, eps, decay, at + 3 * num_columns,
-    )  # fmt: skip
+    first = _update(main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, at)
+    second = _update(main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, at + num_columns)
+    third = _update(main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, at + 2 * num_columns)
+    fourth = _update(main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, at + 3 * num_columns)
     return first, second, third, fourth
 
 
@@ -140,6 +121,7 @@ def _adamw_codes_kernel(
 ):
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         _, lr, correction2 = load_step(step_ptr, lr, log_beta1, log_beta2)
+        settings = (lr, beta1, beta2, rest1, rest2, correction2, eps, decay)
         num_tiles = (num_rows // 128) * (num_columns // 128)
         matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
         block_a, block_b = tile // (num_columns // 128), tile % (num_columns // 128)
@@ -152,21 +134,16 @@ def _adamw_codes_kernel(
             largest = tl.zeros([_ROWS, 128], tl.float32)
             for row in tl.range(0, 128, _ROWS):
                 at = (row + tl.arange(0, _ROWS))[:, None] * num_columns + tl.arange(0, 128)[None, :]
-                main = _update(
-                    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1,
-                    rest2, correction2, eps, decay, at,
-                )  # fmt: skip
+                main = _update(main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, at)
                 largest = tl.maximum(largest, tl.abs(main))
             raise_to(peaks_ptr + matrix, block_scale(tl.max(largest), POWER_OF_TWO))
         else:
             a, b, c, d = _update_half(
-                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
-                correction2, eps, decay, num_columns, 0,
-            )  # fmt: skip
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, num_columns, 0
+            )
             e, f, g, h = _update_half(
-                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
-                correction2, eps, decay, num_columns, 1,
-            )  # fmt: skip
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, settings, num_columns, 1
+            )
             scale = block_scale(tl.max(tl.maximum(_largest(a, b, c, d), _largest(e, f, g, h))), POWER_OF_TWO)
             inverse = tl.div_rn(1.0, scale)
             upper = _encode_half(codes_ptr + place, a, b, c, d, inverse, num_rows, num_columns, 0)

@@ -145,14 +145,7 @@ def update_block(
     second_exponents_ptr,
     weight_ptr,
     random,
-    lr,
-    beta1,
-    beta2,
-    rest1,
-    rest2,
-    correction2,
-    eps,
-    decay,
+    settings,
     at,
     inside,
     block,
@@ -163,7 +156,9 @@ def update_block(
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Some blocks, and their new main weights; ``lr`` is already divided by the first moment's correction."""
+    """Some blocks, and their new main weights; of ``settings``, the rate is already divided by the first
+    moment's correction."""
+    lr, beta1, beta2, rest1, rest2, correction2, eps, decay = settings
     grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32)
     main = tl.load(main_ptr + at, mask=inside).to(tl.float32)
     old = _load(first_ptr, first_exponents_ptr, at, inside, block, has_block, FIRST_SMALL, True)
@@ -228,19 +223,19 @@ def _adamw_kernel(
         random = 0
         if FIRST_SMALL or SECOND_SMALL or STOCHASTIC:
             random = _random(salt, step, start, run, stride, offset, block)
+        settings = (lr, beta1, beta2, rest1, rest2, correction2, eps, decay)
         # A mask keeps Triton from moving 16 bytes at a time, so only the last program has one.
         if (tl.program_id(0) + 1).to(tl.int64) * _ROWS * _WIDTH <= num_elements:
             update_block(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
-                weight_ptr, random, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None,
-                block, None, FIRST_SMALL, SECOND_SMALL, HAS_WEIGHT, STOCHASTIC, False,
+                weight_ptr, random, settings, at, None, block, None,
+                FIRST_SMALL, SECOND_SMALL, HAS_WEIGHT, STOCHASTIC, False,
             )  # fmt: skip
         else:
             update_block(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
-                weight_ptr, random, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at,
-                at < num_elements, block, block * _WIDTH < num_elements, FIRST_SMALL, SECOND_SMALL,
-                HAS_WEIGHT, STOCHASTIC, True,
+                weight_ptr, random, settings, at, at < num_elements, block, block * _WIDTH < num_elements,
+                FIRST_SMALL, SECOND_SMALL, HAS_WEIGHT, STOCHASTIC, True,
             )  # fmt: skip
 
 
