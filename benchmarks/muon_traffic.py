@@ -19,10 +19,10 @@ from fsdmoe.fsdp import FSDPConfig
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models.config import preset_config
-from fsdmoe.optim.matrix_exchange import assign_blocks, count_volume
-from fsdmoe.optim.muon import planned_matrices
+from fsdmoe.optim.matrix_exchange import assign_blocks
 from fsdmoe.plan.parameters import ModelSource, plan_parameters
 from fsdmoe.precision.config import PrecisionConfig
+from tests.support.matrix_volume import count_volume, planned_matrices
 
 GIB = 2**30
 BYTES = 2

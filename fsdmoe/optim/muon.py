@@ -391,16 +391,6 @@ def muon_bytes(policy: MomentPolicy, groups: Sequence[GroupConfig]) -> MomentCou
     return count
 
 
-def planned_matrices(plans: Sequence[GroupPlan], groups: Sequence[GroupConfig] = ()) -> list[FlatMatrices]:
-    """The matrices that Muon will update, in the order of a run."""
-    return [
-        FlatMatrices.of(plan, index)
-        for plan in plans
-        for index, param in enumerate(plan.params)
-        if param.requires_grad and _is_planned(param, groups)
-    ]
-
-
 def _is_planned(param: ParamPlan, groups: Sequence[GroupConfig]) -> bool:
     """Whether Muon updates a parameter of a plan. Layers that are alike have the names of the first."""
     if not has_matrices(param.name, param.placement):

@@ -14,12 +14,13 @@ from fsdmoe.config import Config, build_config
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import Muon, MuonConfig
-from fsdmoe.optim.matrix_exchange import ExchangeVolume, assign_blocks, count_volume, plan_exchange
-from fsdmoe.optim.muon import _Step, planned_matrices
+from fsdmoe.optim.matrix_exchange import assign_blocks, plan_exchange
+from fsdmoe.optim.muon import _Step
 from fsdmoe.plan.fake_step import fake_step
 from fsdmoe.plan.job import Job, Setting, engine_plan
 from fsdmoe.testing import run_ranks
 from tests.support.fsdp_parity import Case, run_sharded, shard_tiny
+from tests.support.matrix_volume import ExchangeVolume, count_volume, planned_matrices
 
 
 @contextmanager
