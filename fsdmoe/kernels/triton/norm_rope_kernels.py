@@ -26,10 +26,8 @@ _PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @triton.jit
-def _load_halves(
-    ptr, heads, num_heads, length, all_heads, stride_row, stride_token, stride_head,
-    PAIRS: tl.constexpr,
-):  # fmt: skip
+def _load_halves(ptr, places, stride_row, stride_token, stride_head, PAIRS: tl.constexpr):
+    heads, num_heads, length, all_heads = places
     token = (heads // num_heads).to(tl.int64)
     base = token // length * stride_row + token % length * stride_token
     at = (base + (heads % num_heads) * stride_head)[:, None] + tl.arange(0, PAIRS)[None, :]
@@ -39,10 +37,8 @@ def _load_halves(
 
 
 @triton.jit
-def _load_angles(
-    ptr, heads, num_heads, length, all_heads, stride_row, stride_token,
-    PAIRS: tl.constexpr, BOTH: tl.constexpr,
-):  # fmt: skip
+def _load_angles(ptr, places, stride_row, stride_token, PAIRS: tl.constexpr, BOTH: tl.constexpr):
+    heads, num_heads, length, all_heads = places
     token = (heads // num_heads).to(tl.int64)
     base = token // length * stride_row + token % length * stride_token
     at, inside = base[:, None] + tl.arange(0, PAIRS)[None, :], (heads < all_heads)[:, None]
@@ -88,15 +84,10 @@ def _norm_rope_kernel(
     BOTH: tl.constexpr,
 ):
     heads, pair = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.arange(0, PAIRS)
-    first, second = _load_halves(
-        x_ptr, heads, num_heads, length, all_heads, stride_row, stride_token, stride_head, PAIRS
-    )
-    cos_first, cos_second = _load_angles(
-        cos_ptr, heads, num_heads, length, all_heads, stride_table_row, stride_table_token, PAIRS, BOTH
-    )
-    sin_first, sin_second = _load_angles(
-        sin_ptr, heads, num_heads, length, all_heads, stride_table_row, stride_table_token, PAIRS, BOTH
-    )
+    places = (heads, num_heads, length, all_heads)
+    first, second = _load_halves(x_ptr, places, stride_row, stride_token, stride_head, PAIRS)
+    cos_first, cos_second = _load_angles(cos_ptr, places, stride_table_row, stride_table_token, PAIRS, BOTH)
+    sin_first, sin_second = _load_angles(sin_ptr, places, stride_table_row, stride_table_token, PAIRS, BOTH)
     scale = (1 / tl.sqrt(tl.sum(first * first + second * second, 1) / (2 * PAIRS) + eps))[:, None]
     first = _as_stored(first * scale * tl.load(weight_ptr + pair).to(tl.float32)[None, :], out_ptr)
     second = _as_stored(second * scale * tl.load(weight_ptr + PAIRS + pair).to(tl.float32)[None, :], out_ptr)
@@ -139,18 +130,16 @@ def _norm_rope_backward_kernel(
     share_second = tl.zeros([HEADS, PAIRS], tl.float32)
     for start in range(tl.program_id(0) * HEADS, all_heads, num_programs * HEADS):
         heads = start + tl.arange(0, HEADS)
-        first, second = _load_halves(
-            x_ptr, heads, num_heads, length, all_heads, stride_row, stride_token, stride_head, PAIRS
-        )
+        places = (heads, num_heads, length, all_heads)
+        first, second = _load_halves(x_ptr, places, stride_row, stride_token, stride_head, PAIRS)
         dout_first, dout_second = _load_halves(
-            dout_ptr, heads, num_heads, length, all_heads, stride_dout_row, stride_dout_token,
-            stride_dout_head, PAIRS,
-        )  # fmt: skip
+            dout_ptr, places, stride_dout_row, stride_dout_token, stride_dout_head, PAIRS
+        )
         cos_first, cos_second = _load_angles(
-            cos_ptr, heads, num_heads, length, all_heads, stride_table_row, stride_table_token, PAIRS, BOTH
+            cos_ptr, places, stride_table_row, stride_table_token, PAIRS, BOTH
         )
         sin_first, sin_second = _load_angles(
-            sin_ptr, heads, num_heads, length, all_heads, stride_table_row, stride_table_token, PAIRS, BOTH
+            sin_ptr, places, stride_table_row, stride_table_token, PAIRS, BOTH
         )
         # Rotated back: each sine crosses over.
         dnormed_first = _as_stored(dout_first * cos_first + dout_second * sin_second, dx_ptr)
