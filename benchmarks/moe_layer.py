@@ -91,7 +91,7 @@ def captured(layer: nn.Module, data: Data) -> Callable[[], object]:
     parameters = [data.x, *layer.parameters()]
 
     def once() -> object:
-        return torch.autograd.grad(layer(data.x), parameters, data.dy)
+        return torch.autograd.grad(layer(data.x), parameters, data.dy, allow_unused=True)  # codes have sinks
 
     return graph_of(once)
 

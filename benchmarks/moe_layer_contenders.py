@@ -20,15 +20,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from fsdmoe.experts.scores import logits_and_input
 from fsdmoe.kernels.backend import has_fp8_kernels
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
 from fsdmoe.precision.formats import FP8_BLOCKWISE
+from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
 
 SKEW = 0.5
 # One column of the input is this constant, so that a router without a bias can be given one.
@@ -99,27 +100,44 @@ class FsdmoeLayer(nn.Module):
         return experts_mlp_triton(x_TD, routed.weights, routed.ids, self.gate_up, self.down).view_as(x_BSD)
 
 
+class _Sink:
+    """Where the gradient of a weight goes that is kept as codes."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.buffer = torch.empty_like(weight)
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        return self.buffer, False
+
+
 class Fp8Layer(FsdmoeLayer):
-    """The same with the experts' products in fp8."""
+    """The same with the experts' products in fp8, of weights that are quantised once for a step."""
 
     def __init__(self, data: Data) -> None:
         super().__init__(data)
-        from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
+        self.sinks = _Sink(self.gate_up), _Sink(self.down)
+        self.coded = self.quantize()
 
-        self.experts: Any = experts_mlp_fp8
-        self.quantize_weights = quantize_weights
-        self.quantized = self.quantize()
-
-    def quantize(self) -> Any:
+    def quantize(self) -> ExpertWeights:
         """Both weights both ways round: the cost of a step's first micro-batch."""
-        return self.quantize_weights(self.gate_up.detach(), self.down.detach())
+        from fsdmoe.kernels.triton.fp8_weights import quantize_weight
+
+        coded = []
+        for weight, sink in zip((self.gate_up, self.down), self.sinks, strict=True):
+            plain, transposed = quantize_weight(weight.detach(), power_of_two=False)
+            scales = WeightScales(plain.scales, (128, 128), transposed.codes)
+            coded.append(QuantizedWeight(plain.codes, scales=scales))
+            coded[-1].grad_sink = sink  # type: ignore[attr-defined]
+        return ExpertWeights(*coded)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        from fsdmoe.kernels.gluon import experts_mlp_fp8
+
         x_TD = x_BSD.view(-1, x_BSD.shape[-1])
         logits_TE, x_TD = logits_and_input(x_TD, self.router)
         routed = router_topk_triton(logits_TE, None, self.policy)
-        given = x_TD, routed.weights, routed.ids, self.gate_up, self.down
-        return self.experts(*given, FP8_BLOCKWISE, quantized=self.quantized).view_as(x_BSD)
+        rows = Rows(x_TD, routed.weights, routed.ids)
+        return experts_mlp_fp8(rows, self.coded, ExpertPolicy(recipe=FP8_BLOCKWISE)).view_as(x_BSD)
 
 
 def transformers_layer(data: Data) -> nn.Module:

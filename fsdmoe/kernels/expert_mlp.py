@@ -201,10 +201,7 @@ def _experts_mlp_recipe(
     fused = fp8_for(rows.x_RD) if plain else None
     if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
         if updates.gate_up_a is None and updates.down_a is None:
-            return fused.experts_mlp_fp8(
-                *rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows, keeps_codes=policy.keeps_codes,
-                keeps_rows=not (policy.keeps_codes and policy.has_own_rows),
-            )  # fmt: skip
+            return fused.experts_mlp_fp8(rows, weights, policy, max_rows)
         if fused.supports_fp8_updates(weights, updates):
             return fused.experts_mlp_fp8_low_rank(rows, weights, recipe, max_rows, updates)
     if not policy.emulate:

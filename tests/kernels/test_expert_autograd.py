@@ -111,7 +111,12 @@ def test_kernels_in_fp8_keep_scales_of_panels_too(launches: list[str]) -> None:
     num_slots = ROWS * TOP_K // 128 * 128 + EXPERTS * 128
     scales = 4 * EXPERTS * (HIDDEN // 128 + WIDTH // 128)
     expected = INPUT + 4 * num_slots * WIDTH + scales + map_bytes(num_slots, 128)
-    assert kept_bytes(lambda *given: gluon.experts_mlp_fp8(*given, FP8_BLOCKWISE), draw()) == expected
+    policy = ExpertPolicy(recipe=FP8_BLOCKWISE)
+
+    def compute(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return gluon.experts_mlp_fp8(Rows(x, weights, ids), ExpertWeights(gate_up, down), policy)
+
+    assert kept_bytes(compute, draw()) == expected
     assert "fp8_gemm_kernel" in launches
 
 

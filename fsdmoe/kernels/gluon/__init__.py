@@ -7,4 +7,3 @@ later with its ``experimental`` package: import this package only once chosen.
 
 from fsdmoe.kernels.gluon.fp8_low_rank import experts_mlp_fp8_low_rank, supports_fp8_updates
 from fsdmoe.kernels.gluon.fp8_mlp import experts_mlp_fp8, supports_fp8
-from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weights

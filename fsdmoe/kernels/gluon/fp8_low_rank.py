@@ -137,7 +137,6 @@ def experts_mlp_fp8_low_rank(
         max_rows,
         scales_of(weights.gate_up_E2ND),
         scales_of(weights.down_EDN),
-        None,
     )
     rows = Rows(*(each.contiguous() for each in rows))
     return compute_experts(products, rows, ExpertWeights(weights.gate_up_E2ND, weights.down_EDN), updates)

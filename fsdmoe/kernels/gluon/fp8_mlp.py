@@ -17,7 +17,6 @@ in one pass, and x where it makes its panels. Rows that somebody else keeps anyw
 
 Where the codes of the two weights come from::
 
-    quantized      the caller made them (``quantize_weights``), once for all micro-batches of a step
     scales         the weights are codes already (``QuantizedWeight``); backward transposes them, unless they
                    are kept so too
     else           made here, and anew in backward, transposed: kept, those of all layers would stay in memory
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels.expert_autograd import Given, Grads, compute_experts
-from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.grad_sink import sink_of
@@ -48,7 +47,7 @@ from fsdmoe.kernels.triton.fp8_rows import (
     sum_parts_,
 )
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
-from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weight
+from fsdmoe.kernels.triton.fp8_weights import quantize_weight
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
 from fsdmoe.kernels.triton.quantize_kernels import transpose_codes_triton
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
@@ -113,7 +112,6 @@ class PanelOperands(NamedTuple):
     row_map: RowMap
 
 
-WeightPair = tuple[Codes, Codes]
 Kept = tuple[KeptPanels, RowMap]
 
 
@@ -125,7 +123,6 @@ class BlockwiseProducts(NamedTuple):
     gate_up_scales: WeightScales | None
     """Of a weight that is codes already."""
     down_scales: WeightScales | None
-    quantized: QuantizedExpertWeights | None
     keeps_codes: bool = False
     """Of the pre-activation."""
     keeps_rows: bool = True
@@ -135,10 +132,7 @@ class BlockwiseProducts(NamedTuple):
         x_RD = given.x_RD
         power_of_two = self.power_of_two
         row_map = build_row_map(ids_RK, given.down_EDN.shape[0], align=BLOCK, max_rows=self.max_rows)
-        if self.quantized is None:
-            gate_up = self._forward_codes(given.gate_up_E2ND, self.gate_up_scales)
-        else:
-            gate_up = self.quantized.gate_up
+        gate_up = self._forward_codes(given.gate_up_E2ND, self.gate_up_scales)
         own = None if self.keeps_rows or not keep else empty_codes(len(x_RD), x_RD.shape[1], x_RD.device)
         x = quantize_rows(x_RD, row_map, power_of_two=power_of_two, kept=own)
         kept_as: gemm.KeptAs = "nothing" if not keep else "codes" if self.keeps_codes else "values"
@@ -157,10 +151,7 @@ class BlockwiseProducts(NamedTuple):
 
     def down(self, given: Given, activated: list[Any]) -> Tensor:
         act, row_map = activated
-        if self.quantized is None:
-            down = self._forward_codes(given.down_EDN, self.down_scales)
-        else:
-            down = self.quantized.down
+        down = self._forward_codes(given.down_EDN, self.down_scales)
         return combine_rows(gemm.project(act, down, row_map, dtype=given.x_RD.dtype), row_map)
 
     def down_dgrad(
@@ -171,7 +162,8 @@ class BlockwiseProducts(NamedTuple):
         weights_RK = given.weights_RK
         power_of_two = self.power_of_two
         dy_RD = dy_RD.contiguous()
-        gate_up, down = self._transposed_codes(given)
+        gate_up = self._transposed(given.gate_up_E2ND, self.gate_up_scales)
+        down = self._transposed(given.down_EDN, self.down_scales)
         dy = quantize_rows(dy_RD, row_map, power_of_two=power_of_two)
         dact_MN = gemm.project(dy, down, row_map, dtype=given.x_RD.dtype)
         del dy
@@ -214,14 +206,8 @@ class BlockwiseProducts(NamedTuple):
             return Codes(weight.detach(), found.scales)
         return quantize_weight(weight, power_of_two=self.power_of_two, transposed=False)[0]
 
-    def _transposed_codes(self, given: Given) -> WeightPair:
-        """For backward: gate_up ``[E, D, 2N]`` and down ``[E, N, D]``."""
-        if self.quantized is not None:
-            return self.quantized.gate_up_transposed, self.quantized.down_transposed
-        gate_up = self._transposed(given.gate_up_E2ND, self.gate_up_scales)
-        return gate_up, self._transposed(given.down_EDN, self.down_scales)
-
     def _transposed(self, weight: Tensor, found: WeightScales | None) -> Codes:
+        """For backward: gate_up ``[E, D, 2N]``, down ``[E, N, D]``."""
         if found is not None:
             transposed = found.transposed
             if transposed is None:
@@ -238,29 +224,20 @@ def _pre_activation(kept: KeptPanels, dact_MN: Tensor) -> Tensor:
 
 
 def experts_mlp_fp8(
-    x_RD: Tensor,
-    weights_RK: Tensor,
-    ids_RK: Tensor,
-    gate_up_E2ND: Tensor,
-    down_EDN: Tensor,
-    recipe: Recipe,
-    *,
-    max_rows: int | None = None,
-    quantized: QuantizedExpertWeights | None = None,
-    keeps_codes: bool = False,
-    keeps_rows: bool = True,
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None = None
 ) -> Tensor:
-    """The experts' output for every row; differentiable in x, weights, gate_up and down.
+    """The experts' output for every row by the policy's recipe; differentiable in x, routing weights and both
+    weights.
 
-    ``max_rows`` bounds how many ids are not -1; one that proves too small gives NaN, not a partial sum.
-    ``keeps_codes``: of the pre-activation, instead of its values; without ``keeps_rows`` of x too.
-    ``quantized``: the two weights as ``quantize_weights`` has them, by the recipe's kind of scale; gradients
-    go to the weights all the same."""
+    ``max_rows`` bounds how many ids are not -1; one that proves too small gives NaN, not a partial sum."""
+    gate_up_E2ND, down_EDN, *_ = weights
     scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
     for weight, found in zip((gate_up_E2ND, down_EDN), scales, strict=True):
         if found is not None and weight.requires_grad and torch.is_grad_enabled() and sink_of(weight) is None:
             raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
-    power_of_two = blockwise_scale(recipe) == "power_of_two"
-    rows = Rows(x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous())
-    products = BlockwiseProducts(power_of_two, max_rows, *scales, quantized, keeps_codes, keeps_rows)
+    assert policy.recipe is not None
+    power_of_two = blockwise_scale(policy.recipe) == "power_of_two"
+    keeps_rows = not (policy.keeps_codes and policy.has_own_rows)
+    rows = Rows(*(each.contiguous() for each in rows))
+    products = BlockwiseProducts(power_of_two, max_rows, *scales, policy.keeps_codes, keeps_rows)
     return compute_experts(products, rows, ExpertWeights(gate_up_E2ND, down_EDN), keeps_rows=keeps_rows)

@@ -7,8 +7,6 @@ scales too. Sizes: E experts, A rows and B columns of a weight; D hidden, N expe
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -34,19 +32,6 @@ from fsdmoe.precision.quantized_weight import WeightCodes
 _NUM_WARPS = 8
 _PIECE = tl.constexpr(16384)
 """Elements that one program looks at for the scale of a whole matrix."""
-
-
-class QuantizedExpertWeights(NamedTuple):
-    """For as long as the weights do not change: a whole optimizer step."""
-
-    gate_up: Codes
-    """``[E, 2N, D]``, scales ``[E, 2N/128, D/128]``: first projection."""
-    down: Codes
-    """``[E, D, N]``: second projection."""
-    gate_up_transposed: Codes
-    """``[E, D, 2N]``: d x."""
-    down_transposed: Codes
-    """``[E, N, D]``: d act."""
 
 
 @QuickLaunch
@@ -158,12 +143,3 @@ def _whole_scales_(weight_EAB: torch.Tensor, out: torch.Tensor, power_of_two: bo
     _whole_scales_kernel[(cdiv(numel, _PIECE.value), num_experts)](
         weight_EAB, as_bits(out), numel, POWER_OF_TWO=power_of_two, num_warps=_NUM_WARPS
     )
-
-
-def quantize_weights(
-    gate_up_E2ND: torch.Tensor, down_EDN: torch.Tensor, *, power_of_two: bool = False
-) -> QuantizedExpertWeights:
-    """Both weights both ways round: what a whole step of forward and backward passes needs."""
-    gate_up, gate_up_transposed = quantize_weight(gate_up_E2ND, power_of_two=power_of_two)
-    down, down_transposed = quantize_weight(down_EDN, power_of_two=power_of_two)
-    return QuantizedExpertWeights(gate_up, down, gate_up_transposed, down_transposed)

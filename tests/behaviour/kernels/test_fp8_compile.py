@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from fsdmoe.kernels.expert_operands import ExpertWeights, LowRankUpdates, Rows
-from fsdmoe.kernels.gluon import experts_mlp_fp8, experts_mlp_fp8_low_rank, quantize_weights
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
+from fsdmoe.kernels.gluon import experts_mlp_fp8, experts_mlp_fp8_low_rank
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
+from fsdmoe.kernels.triton.fp8_weights import quantize_weight
 from fsdmoe.kernels.triton.row_map import RowMap
 from fsdmoe.precision.formats import FP8_BLOCKWISE
 from tests.support.triton.compile_launches import compiling
@@ -44,7 +45,7 @@ def test_the_quantising_kernels_convert_two_numbers_an_instruction() -> None:
         rows = quantize_rows(x, row_map, power_of_two=False)
         gather_panels(x, row_map, power_of_two=False)
         gather_panels(x, row_map, power_of_two=False, scales_EB=expert_scales(rows.scales, row_map))
-        quantize_weights(torch.zeros(2, 256, 128).bfloat16(), torch.zeros(2, 128, 128).bfloat16())
+        quantize_weight(torch.zeros(2, 256, 128).bfloat16(), power_of_two=False)
     for name in ("_quantize_rows_kernel", "_panels_kernel", "_quantize_weight_kernel"):
         for kernel in named(compiled, name):
             assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.asm["ptx"], name
@@ -84,8 +85,8 @@ def test_the_layer_builds(sinks: str) -> None:
         for weight in (gate_up, down):
             weight.grad_sink = Sink(weight, sinks == "add")  # type: ignore[attr-defined]
     with compiling(90) as compiled:
-        options = {"keeps_codes": keeps_codes, "keeps_rows": not keeps_codes}
-        experts_mlp_fp8(x, weights, ids, gate_up, down, FP8_BLOCKWISE, **options).sum().backward()
+        policy = ExpertPolicy(recipe=FP8_BLOCKWISE, keeps_codes=keeps_codes, has_own_rows=keeps_codes)
+        experts_mlp_fp8(Rows(x, weights, ids), ExpertWeights(gate_up, down), policy).sum().backward()
     gemms = named(compiled, "fp8_gemm_kernel")
     assert len(gemms) == 3  # gate_up, projections, weight gradients
     for kernel in gemms:

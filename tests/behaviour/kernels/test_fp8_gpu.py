@@ -13,9 +13,10 @@ from fsdmoe.kernels.backend import has_fp8_kernels, kernels
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_swiglu_grad, quantize_weights
+from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_swiglu_grad
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_rows, sort_weights
+from fsdmoe.kernels.triton.fp8_weights import quantize_weight
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.precision.formats import FP8_BLOCKWISE, Recipe
 from fsdmoe.precision.quantize import quantize
@@ -64,9 +65,9 @@ class Layer:
         return [y.detach(), *torch.autograd.grad(y, leaves, self.dy)]
 
 
-def fused(recipe: Recipe = FP8_BLOCKWISE, **options: Any) -> Any:
+def fused(recipe: Recipe = FP8_BLOCKWISE, max_rows: int | None = None, **options: Any) -> Any:
     def compute(rows: Rows, weights: ExpertWeights) -> torch.Tensor:
-        return experts_mlp_fp8(*rows, weights.gate_up_E2ND, weights.down_EDN, recipe, **options)
+        return experts_mlp_fp8(rows, weights, ExpertPolicy(recipe=recipe, **options), max_rows)
 
     return compute
 
@@ -106,7 +107,7 @@ def test_kept_codes_change_gradients_by_little(shape: tuple[int, ...], recipe: R
     layer = Layer(*shape)
     exact = layer.run(experts_mlp_reference)
     values = errors(layer.run(fused(recipe)), exact)
-    found = layer.run(fused(recipe, keeps_codes=True, keeps_rows=False))
+    found = layer.run(fused(recipe, keeps_codes=True, has_own_rows=True))
     codes = errors(found, exact)
     assert codes["y"] == values["y"]
     assert all(codes[name] <= 1.3 * values[name] for name in NAMES)
@@ -116,7 +117,7 @@ def test_kept_codes_change_gradients_by_little(shape: tuple[int, ...], recipe: R
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_pre_activation_is_kept_as_its_codes(shape: tuple[int, ...]) -> None:
     layer = Layer(*shape)
-    weight = quantize_weights(layer.gate_up, layer.down).gate_up
+    weight, _ = quantize_weight(layer.gate_up, power_of_two=False)
     x = quantize_rows(layer.x, layer.map, power_of_two=False)
     given = (x, layer.weights, weight, layer.map)
     options: dict[str, Any] = {"power_of_two": False, "dtype": torch.bfloat16}
@@ -135,11 +136,12 @@ def test_a_pre_activation_is_kept_as_its_codes(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_matrix_products_equal_their_references(shape: tuple[int, ...]) -> None:
     layer = Layer(*shape)
-    weights = quantize_weights(layer.gate_up, layer.down)
     options: dict[str, Any] = {"power_of_two": False}
+    gate_up, _ = quantize_weight(layer.gate_up, **options)
+    down, down_transposed = quantize_weight(layer.down, **options)
     x = quantize_rows(layer.x, layer.map, **options)
     used, bf16 = slice(layer.used), {"dtype": torch.bfloat16}
-    given = (x, layer.weights, weights.gate_up, layer.map)
+    given = (x, layer.weights, gate_up, layer.map)
     (pre, act), (expected_pre, expected_act) = (
         package.gate_up(*given, keep="values", **options, **bf16) for package in (fp8_launch, fp8_reference)
     )
@@ -151,7 +153,7 @@ def test_the_matrix_products_equal_their_references(shape: tuple[int, ...]) -> N
     nothing_kept = fp8_launch.gate_up(*given, keep="nothing", **options, **bf16)
     assert nothing_kept[0] is None
     assert torch.equal(nothing_kept[1].codes[used].float(), act.codes[used].float())
-    for weight, rows in ((weights.down, act), (weights.down_transposed, x)):
+    for weight, rows in ((down, act), (down_transposed, x)):
         y, expected = (p.project(rows, weight, layer.map, **bf16) for p in (fp8_launch, fp8_reference))
         assert error(y[used], expected[used]) < 2e-3
 
@@ -212,12 +214,11 @@ def test_quantised_operands_are_as_defined() -> None:
         rows, panels = (
             quantise(layer.x, layer.map, **options) for quantise in (quantize_rows, gather_panels)
         )
-        weights = quantize_weights(layer.gate_up, layer.down, **options)
+        plain, transposed = quantize_weight(layer.gate_up, **options)
         expected = quantize(layer.gate_up[1], recipe.forward.second)
-        assert torch.equal(weights.gate_up.scales[1], expected.scales_BB)
-        assert torch.equal(weights.gate_up.codes[1].float(), expected.codes_RC)
-        assert torch.equal(weights.gate_up.codes.view(torch.uint8).mT,
-                           weights.gate_up_transposed.codes.view(torch.uint8))  # fmt: skip
+        assert torch.equal(plain.scales[1], expected.scales_BB)
+        assert torch.equal(plain.codes[1].float(), expected.codes_RC)
+        assert torch.equal(plain.codes.view(torch.uint8).mT, transposed.codes.view(torch.uint8))
         sorted_x = layer.x.float()[(layer.map.source_M[: layer.used].clamp(min=0) // 2).long()]
         sorted_x[layer.map.source_M[: layer.used] < 0] = 0
         _assert_rows(rows, sorted_x, recipe)
@@ -243,13 +244,6 @@ def _assert_panels(panels: Codes, sorted_x: torch.Tensor, recipe: Recipe) -> Non
 def test_running_again_gives_the_same_bits() -> None:
     layer = Layer(*SHAPES[2])
     for first, second in zip(layer.run(fused()), layer.run(fused()), strict=True):
-        assert torch.equal(first, second)
-
-
-def test_weights_quantised_beforehand_change_nothing() -> None:
-    layer = Layer(*SHAPES[1])
-    beforehand = fused(quantized=quantize_weights(layer.gate_up, layer.down))
-    for first, second in zip(layer.run(beforehand), layer.run(fused()), strict=True):
         assert torch.equal(first, second)
 
 
@@ -280,7 +274,8 @@ def test_weight_gradients_go_to_their_sinks_in_fp32(accumulate: bool) -> None:
     parameters = [torch.nn.Parameter(weight) for weight in (layer.gate_up, layer.down)]
     for parameter in parameters:
         parameter.grad_sink = Sink(parameter, accumulate)  # type: ignore[attr-defined]
-    experts_mlp_fp8(layer.x, layer.weights, layer.ids, *parameters, FP8_BLOCKWISE).backward(layer.dy)
+    rows = Rows(layer.x, layer.weights, layer.ids)
+    fused()(rows, ExpertWeights(*parameters)).backward(layer.dy)
     for parameter, expected in zip(parameters, exact, strict=True):
         assert parameter.grad is None
         found = parameter.grad_sink.buffer - (3.0 if accumulate else 0.0)  # type: ignore[attr-defined]
@@ -313,7 +308,6 @@ def test_experts_with_the_recipe_take_the_kernels_unless_they_are_turned_off() -
 
 def test_no_rows_give_no_output() -> None:
     layer = Layer(*SHAPES[0])
-    y = experts_mlp_fp8(
-        layer.x[:0], layer.weights[:0], layer.ids[:0], layer.gate_up, layer.down, FP8_BLOCKWISE
-    )
+    rows = Rows(layer.x[:0], layer.weights[:0], layer.ids[:0])
+    y = fused()(rows, ExpertWeights(layer.gate_up, layer.down))
     assert y.shape == (0, layer.d)

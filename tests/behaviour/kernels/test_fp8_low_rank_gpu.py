@@ -15,9 +15,10 @@ from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
-from fsdmoe.kernels.gluon import fp8_launch, quantize_weights
+from fsdmoe.kernels.gluon import fp8_launch
 from fsdmoe.kernels.triton.fp8_low_rank_rows import narrow_of_codes
 from fsdmoe.kernels.triton.fp8_rows import quantize_rows
+from fsdmoe.kernels.triton.fp8_weights import quantize_weight
 from fsdmoe.kernels.triton.grouped_gemm import LowRankTerm
 from fsdmoe.precision.formats import FP8_BLOCKWISE
 from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
@@ -39,13 +40,13 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 @pytest.mark.parametrize(("shape", "rank"), [(SMALL, 8), (LARGE, 8), (SMALL, 96)])
 def test_products_with_a_term_equal_their_references(shape: tuple[int, ...], rank: int) -> None:
     layer = Layer(*shape)
-    weights = quantize_weights(layer.gate_up, layer.down)
+    gate_up, down = (quantize_weight(each, power_of_two=False)[0] for each in (layer.gate_up, layer.down))
     x = quantize_rows(layer.x, layer.map, power_of_two=False)
     used, bf16 = slice(layer.used), {"dtype": torch.bfloat16}
     narrow = normal(layer.map.capacity, rank)
     narrow[layer.used :] = torch.nan  # what lies past the last row must not matter
     term = LowRankTerm(narrow, normal(layer.num_experts, 2 * layer.n, rank, scale=0.3))
-    given = (x, layer.weights, weights.gate_up, layer.map)
+    given = (x, layer.weights, gate_up, layer.map)
     (pre, act), (expected_pre, expected_act) = (
         package.gate_up(*given, keep="values", power_of_two=False, term=term, **bf16)  # type: ignore[attr-defined]
         for package in (fp8_launch, fp8_reference)
@@ -55,11 +56,11 @@ def test_products_with_a_term_equal_their_references(shape: tuple[int, ...], ran
     assert error(fp8_reference.rows_of(act)[used], fp8_reference.rows_of(expected_act)[used]) < 2e-2
     term = LowRankTerm(narrow, normal(layer.num_experts, layer.d, rank, scale=0.3))
     y, expected = (
-        package.project(act, weights.down, layer.map, term=term, **bf16)  # type: ignore[attr-defined]
+        package.project(act, down, layer.map, term=term, **bf16)  # type: ignore[attr-defined]
         for package in (fp8_launch, fp8_reference)
     )
     assert error(y[used], expected[used]) < 2e-3
-    without = fp8_launch.project(act, weights.down, layer.map, **bf16)
+    without = fp8_launch.project(act, down, layer.map, **bf16)
     assert error(without[used], expected[used]) > 0.02
     factor = normal(layer.num_experts, rank, layer.n)
     found = narrow_of_codes(act, factor, layer.map)
@@ -70,7 +71,7 @@ def test_products_with_a_term_equal_their_references(shape: tuple[int, ...], ran
 
 def coded(weight: Tensor) -> QuantizedWeight:
     """As a frozen weight is kept."""
-    plain = quantize_weights(weight, weight).gate_up
+    plain, _ = quantize_weight(weight, power_of_two=False)
     return QuantizedWeight(plain.codes, False, scales=WeightScales(plain.scales, (128, 128)))
 
 

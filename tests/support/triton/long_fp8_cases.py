@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.gluon import experts_mlp_fp8
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
+from fsdmoe.kernels.triton.fp8_weights import quantize_weight
 from fsdmoe.precision.formats import FP8_BLOCKWISE
 from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
 from tests.support.fp8_reference import restore_tokens
@@ -26,6 +28,7 @@ from tests.support.triton.long_fp8_layer_cases import (  # noqa: F401 (fixtures)
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
+POLICY = ExpertPolicy(recipe=FP8_BLOCKWISE)
 
 
 def test_rows_with_scales_in_float32_are_quantised_as_defined() -> None:
@@ -62,13 +65,6 @@ def test_panels_are_quantised_as_defined(kind: str) -> None:
         check(expert_codes, of_expert[expert][:, None], padded.t(), wgrad.second)
 
 
-def test_weights_quantised_beforehand_change_nothing() -> None:
-    inputs = draw()
-    ours = run(inputs, FP8_BLOCKWISE, fused=True, quantized=quantize_weights(*inputs[3:]))
-    for found, expected in zip(ours, run(inputs, FP8_BLOCKWISE, fused=True), strict=True):
-        assert torch.equal(found, expected)
-
-
 def test_a_bound_on_rows_changes_nothing_until_it_is_broken() -> None:
     inputs = draw(200)
     inputs[2][70:] = -1
@@ -80,9 +76,8 @@ def test_a_bound_on_rows_changes_nothing_until_it_is_broken() -> None:
         assert torch.equal(found, wanted)
     with torch.no_grad():
         x, weights, _, gate_up, down = inputs
-        broken = experts_mlp_fp8(
-            x, weights, torch.zeros_like(inputs[2]), gate_up, down, FP8_BLOCKWISE, max_rows=128
-        )
+        rows = Rows(x, weights, torch.zeros_like(inputs[2]))
+        broken = experts_mlp_fp8(rows, ExpertWeights(gate_up, down), POLICY, max_rows=128)
     assert broken.isnan().all()
 
 
@@ -102,7 +97,7 @@ def test_weight_gradients_go_to_their_sinks(accumulate: bool) -> None:
     parameters = [torch.nn.Parameter(matrix) for matrix in matrices]
     for parameter in parameters:
         parameter.grad_sink = Sink(parameter, accumulate)  # type: ignore[attr-defined]
-    y = experts_mlp_fp8(x, weights, ids, *parameters, FP8_BLOCKWISE)
+    y = experts_mlp_fp8(Rows(x, weights, ids), ExpertWeights(*parameters), POLICY)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
     for parameter, expected in zip(parameters, (dgate_up, ddown), strict=True):
         assert parameter.grad is None
@@ -115,12 +110,13 @@ def test_weights_that_came_quantised_give_the_same() -> None:
     y, dx, _, *grads = run(inputs, FP8_BLOCKWISE, fused=True)
     x, weights, ids, *matrices = inputs
     parameters = []
-    for codes, scales in quantize_weights(*matrices)[:2]:
+    for matrix in matrices:
+        (codes, scales), _ = quantize_weight(matrix, power_of_two=False)
         parameter = QuantizedWeight(codes, scales=WeightScales(scales, (128, 128)))
         parameter.grad_sink = Sink(parameter, False)  # type: ignore[attr-defined]
         parameters.append(parameter)
     x.requires_grad_()
-    ours = experts_mlp_fp8(x, weights, ids, *parameters, FP8_BLOCKWISE)
+    ours = experts_mlp_fp8(Rows(x, weights, ids), ExpertWeights(*parameters), POLICY)
     ours.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
     assert torch.equal(ours, y)
     assert torch.equal(x.grad, dx)  # type: ignore[arg-type]
@@ -128,7 +124,7 @@ def test_weights_that_came_quantised_give_the_same() -> None:
         assert torch.equal(parameter.grad_sink.buffer, expected)  # type: ignore[attr-defined]
     del parameters[0].grad_sink
     with pytest.raises(RuntimeError, match="no place to go"):
-        experts_mlp_fp8(x, weights, ids, *parameters, FP8_BLOCKWISE)
+        experts_mlp_fp8(Rows(x, weights, ids), ExpertWeights(*parameters), POLICY)
 
 
 def test_no_rows_give_no_output_and_no_gradient() -> None:

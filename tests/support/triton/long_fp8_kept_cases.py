@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
-from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.gluon import experts_mlp_fp8
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import Codes, decode_rows, empty_codes, quantize_rows
@@ -23,7 +23,7 @@ from tests.support.triton.long_fp8_layer_cases import (  # noqa: F401 (fixtures)
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-CODES = {"keeps_codes": True, "keeps_rows": False}
+CODES = {"keeps_codes": True, "has_own_rows": True}
 MOST = 1.3
 """Times the error of gradients without codes, both against fp64."""
 
@@ -79,7 +79,8 @@ def test_a_layer_keeps_codes_instead_of_its_rows_and_pre_activations() -> None:
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: found.setdefault(tuple(t.shape), t.dtype) and t, lambda t: t
         ):
-            experts_mlp_fp8(leaves[0], leaves[1], ids, *leaves[2:], RECIPES["float32"], **options)
+            policy = ExpertPolicy(recipe=RECIPES["float32"], **options)
+            experts_mlp_fp8(Rows(leaves[0], leaves[1], ids), ExpertWeights(*leaves[2:]), policy)
         return found
 
     values, codes = kept(), kept(**CODES)

@@ -22,9 +22,9 @@ from fsdmoe.kernels.gluon import (
     experts_mlp_fp8_low_rank,
     fp8_launch,
     fp8_swiglu_grad,
-    quantize_weights,
 )
 from fsdmoe.kernels.triton.fp8_rows import quantize_rows
+from fsdmoe.kernels.triton.fp8_weights import quantize_weight
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.precision.formats import FP8_BLOCKWISE, Recipe, Scaling
 from fsdmoe.precision.quantize import quantize
@@ -106,27 +106,32 @@ def check_rows(kind: str) -> None:
 def test_weights_are_quantised_as_defined_both_ways_round(kind: str) -> None:
     *_, gate_up, down = draw()
     down[0, :128] = 0
-    found = quantize_weights(gate_up, down, power_of_two=kind == "power_of_two")
     scaling = RECIPES[kind].forward.second
-    for expert in range(E):
-        check(found.gate_up.codes[expert], found.gate_up.scales[expert], gate_up[expert], scaling)
-        check(found.down.codes[expert], found.down.scales[expert], down[expert], scaling)
-    for plain, transposed in ((found.gate_up, found.gate_up_transposed), (found.down, found.down_transposed)):
+    for weight in (gate_up, down):
+        plain, transposed = quantize_weight(weight, power_of_two=kind == "power_of_two")
+        for expert in range(E):
+            check(plain.codes[expert], plain.scales[expert], weight[expert], scaling)
         assert torch.equal(plain.codes.float().mT, transposed.codes.float())
         assert torch.equal(plain.scales.mT, transposed.scales)
 
 
 def run(
-    inputs: tuple[torch.Tensor, ...], recipe: Recipe, *, fused: bool, **options: Any
+    inputs: tuple[torch.Tensor, ...],
+    recipe: Recipe,
+    *,
+    fused: bool,
+    max_rows: int | None = None,
+    **options: Any,
 ) -> list[torch.Tensor]:
     """y and the gradients of x, weights, gate_up and down."""
     x, weights, ids, gate_up, down = inputs
     leaves = [t.clone().requires_grad_() for t in (x, weights, gate_up, down)]
+    rows, matrices = Rows(leaves[0], leaves[1], ids), ExpertWeights(*leaves[2:])
+    policy = ExpertPolicy(recipe=recipe, **options)
     if fused:
-        y = experts_mlp_fp8(leaves[0], leaves[1], ids, leaves[2], leaves[3], recipe, **options)
+        y = experts_mlp_fp8(rows, matrices, policy, max_rows)
     else:
-        rows, policy = Rows(leaves[0], leaves[1], ids), ExpertPolicy(recipe=recipe)
-        y = experts_mlp_quantized(rows, ExpertWeights(*leaves[2:]), policy, recipe)
+        y = experts_mlp_quantized(rows, matrices, policy, recipe)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
@@ -146,7 +151,7 @@ def test_the_layer_equals_the_emulation() -> None:
 
 def coded(weight: torch.Tensor) -> QuantizedWeight:
     """As a frozen weight is kept."""
-    plain = quantize_weights(weight, weight).gate_up
+    plain, _ = quantize_weight(weight, power_of_two=False)
     return QuantizedWeight(plain.codes, False, scales=WeightScales(plain.scales, (128, 128)))
 
 
