@@ -30,7 +30,8 @@ Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (it
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,21 +59,10 @@ from fsdmoe.kernels.quantized_linear import refuse_other_codes
 from fsdmoe.kernels.torchao_products import experts_mlp_torchao
 from fsdmoe.precision.quantized_weight import scales_of
 
-
-class ExpertFunction(Protocol):
-    """Computes ``y_RD``; see the module's text. Never waits for the device, unless it is ``sequential``."""
-
-    def __call__(
-        self,
-        rows: Rows,
-        weights: ExpertWeights,
-        policy: ExpertPolicy,
-        max_rows: int | None,
-        updates: LowRankUpdates,
-    ) -> Tensor:
-        """``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by
-        R*K."""
-        ...
+ExpertFunction = Callable[[Rows, ExpertWeights, ExpertPolicy, int | None, LowRankUpdates], Tensor]
+"""``function(rows, weights, policy, max_rows, updates)`` computes ``y_RD``; see the module's text. It never
+waits for the device, unless it is ``sequential``. ``max_rows`` promises that at most so many ids are >= 0;
+buffers are sized by it instead of by R*K."""
 
 
 def expert_function(policy: ExpertPolicy) -> ExpertFunction:
