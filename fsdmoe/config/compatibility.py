@@ -51,8 +51,6 @@ GRAPH_ROWS = (
     Row(on.ANY_GRAPHS, CPU_OFFLOAD, CANNOT, "the host waits for copies to its memory"),
     Row(on.ANY_GRAPHS, LEAN, CANNOT, "gradients lie at other addresses in every step"),
     Row(on.ANY_GRAPHS, on.DEBUG, CANNOT, "values are checked on the host"),
-    Row(on.ANY_GRAPHS, FROZEN_CODES, NOT_BUILT,
-        "weights that are decoded where they are used are not captured"),
     Row(on.ANY_GRAPHS, on.QAT, NOT_BUILT, "the rounding of gathered weights is not captured"),
     Row(on.GRAPHS_OF_STEPS, on.COUNTED_BY_EP, CANNOT, "rows are counted on the host in every layer",
         f"set mesh.ep = 1 {_FLEX_OR_LAYER}"),
@@ -70,8 +68,6 @@ GRAPH_ROWS = (
         "the loss is multiplied by a number that the host changes"),
     Row(on.GRAPHS_OF_STEPS, on.OTHER_RECIPE, CANNOT,
         "without kernels, products of experts are split up by the host"),
-    Row(on.GRAPHS_OF_STEPS, on.WEIGHTS_QUANTIZED_IN_USE, CANNOT,
-        "the host decides when weights are quantised again"),
     Row(on.GRAPHS_OF_STEPS, on.EMULATION, CANNOT, "the emulation reads the sizes of experts on the host"),
     Row(on.GRAPHS_OF_STEPS, on.STATISTICS, CANNOT, "statistics are read by the host"),
     Row(on.GRAPHS_OF_LAYERS, on.TENSOR_PARALLELISM, NOT_BUILT,
@@ -84,6 +80,9 @@ GRAPH_ROWS = (
         "a scaled loss is not part of graphs of layers"),
     Row(on.GRAPHS_OF_LAYERS, on.RECIPE, NOT_BUILT, "attention in fp8 is not captured layer by layer",
         'set precision.recipe = "bf16" (or train.graphs = "step")'),
+    Row(on.GRAPHS_OF_LAYERS, FROZEN_CODES, NOT_BUILT,
+        "attention whose weights are codes is not captured layer by layer",
+        'set precision.frozen_dtype = "none" (or train.graphs = "step")'),
     Row(on.GRAPHS_OF_LAYERS, on.WRAPPED, NOT_BUILT,
         "only in fsdmoe's own decoders is it known where attention ends",
         'set model.hf = "none" (or train.graphs = "step")'),
@@ -211,7 +210,15 @@ _WITH_GRAPHS = "tests/behaviour/test_graphs_gpu.py"
 TESTED_ROWS = (
     *(
         Row(on.GRAPHS_OF_STEPS, other, RIGHT, _WITH_GRAPHS)
-        for other in (on.FLEX, on.WRAPPED, on.ADAPTERS, on.RECOMPUTED_LAYERS, on.RECOMPUTED_EXPERTS, MUON)
+        for other in (
+            on.FLEX,
+            on.WRAPPED,
+            on.ADAPTERS,
+            FROZEN_CODES,
+            on.RECOMPUTED_LAYERS,
+            on.RECOMPUTED_EXPERTS,
+            MUON,
+        )
     ),
     Row(on.GRAPHS_OF_LAYERS, MUON, RIGHT, _WITH_GRAPHS),
     Row(on.DETERMINISTIC, EXPERT_PARALLELISM, RIGHT, "tests/behaviour/test_deterministic.py"),

@@ -222,13 +222,6 @@ NOT_BLOCKWISE = Feature(
     is_on=lambda chosen: chosen["precision.recipe"] not in ("fp8_blockwise", "fp8_fast"),
 )  # fmt: skip
 HEAD_IN_FP8 = choice("the head in fp8", "precision.head", "fp8", "bf16")
-WEIGHTS_QUANTIZED_IN_USE = Feature(
-    name="weights quantised where they are used", key="precision.quantized_weights",
-    shown="false with a recipe", off="true",
-    is_on=lambda chosen: RECIPE.is_on(chosen)
-    and not OTHER_RECIPE.is_on(chosen)
-    and not chosen["precision.quantized_weights"],
-)  # fmt: skip
 QAT = Feature(
     name="quantisation-aware training", key="precision.qat", shown="a format", off='"none"',
     is_on=lambda chosen: chosen["precision.qat"] is not None,

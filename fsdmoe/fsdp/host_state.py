@@ -103,7 +103,7 @@ def buffers_of(engine: Engine) -> list[Tensor]:
     """All tensors of the engine whose addresses a graph holds."""
     found: list[Tensor | None] = []
     for group in engine.groups:
-        found += [group.weights.main, group.weights.shard, group.weights.transposed]
+        found += group.weights.read_in_steps()
         if group.grad is not None:
             found += [group.grad.main, group.grad.full]
     for unit in engine.units:

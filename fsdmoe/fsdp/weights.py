@@ -104,6 +104,12 @@ class WeightBuffer:
             return []
         return [tensor for tensor in (self.shard, self.transposed) if tensor is not None]
 
+    def read_in_steps(self) -> list[torch.Tensor | None]:
+        """What gathers and products read, or may."""
+        codes = [self.shard, self.transposed, *([] if self.four_bit is None else [self.four_bit.factors])]
+        # main has no memory where codes alone are kept
+        return codes if self._plan.keeps_codes else [self.main, *codes]
+
     def version(self) -> int:
         """Grows whenever main weights change, through the flat buffer or through a parameter."""
         version = self.main._version + self._num_changes

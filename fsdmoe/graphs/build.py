@@ -38,7 +38,8 @@ def build_micro_batches(
         return LayeredMicroBatches(
             model, causal_lm, engine, scaler, most_shapes=most_shapes, recorder=recorder
         )
-    check_expert_shapes(param for group in engine.groups for param in group.plan.params)
+    params = [param for group in engine.groups for param in group.plan.params]
+    check_expert_shapes(params, engine.policy.param_dtype)
     # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     return GraphedMicroBatches(

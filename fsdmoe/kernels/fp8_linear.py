@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdmoe.capturing import is_capturing
 from fsdmoe.kernels.fp8_operands import (
     Both,
     Operand,
@@ -173,7 +174,12 @@ class KeptCodes:
         self._key: tuple[int, Scaling, Scaling] | None = None
         self._both = Both(None, None)
 
-    def both(self, weight_NK: Tensor, recipe: Recipe) -> Both:
+    def both(self, weight_NK: Tensor, recipe: Recipe) -> Both | None:
+        """None inside of a capture: a replay asks no version, so each product of a graph makes its own."""
+        if is_capturing():
+            self._key = None
+            self._both = Both(None, None)
+            return None
         key = self._version(), _second(recipe.forward), _second(recipe.dgrad)
         if key != self._key:
             self._key = key

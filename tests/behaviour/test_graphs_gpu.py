@@ -17,6 +17,7 @@ from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import engine_of
 from fsdmoe.graphs import GraphedMicroBatches, LayeredMicroBatches, MicroBatches
 from fsdmoe.graphs.static_inputs import GivenBatch, StaticInputs, shape_key
+from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models.causal_lm import LossOutput, StepCounts
 from fsdmoe.testing import requires_gpu, requires_nccl, requires_peft, requires_transformers
@@ -85,6 +86,10 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "fp8 in blocks": FP8 | {"precision__recipe": "fp8_blockwise", "precision__covers": '["experts"]'},
     "fp8 in blocks, attention too": FP8 | {
         "precision__recipe": "fp8_blockwise", "model__num_key_value_heads": 4, "model__head_dim": 32,
+    },
+    "fp8 in blocks, weights quantised in use": FP8 | {
+        "precision__recipe": "fp8_blockwise", "model__num_key_value_heads": 4, "model__head_dim": 32,
+        "precision__quantized_weights": False,
     },
 }  # fmt: skip
 
@@ -256,14 +261,16 @@ def test_a_label_outside_of_the_vocabulary_is_found_in_a_replay(
     run.close("refused")
 
 
-def wrapped_runs(tmp_path: Path, meshes: Meshes, family: str, **further: Any) -> dict[str, Any]:
+def wrapped_runs(
+    tmp_path: Path, meshes: Meshes, family: str, *, moe_intermediate_size: int = 64, **further: Any
+) -> dict[str, Any]:
     """What a run on a folder of transformers gives, without graphs and with them."""
     shape = {
         "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
         "intermediate_size": 64, "max_position_embeddings": 256,
     }  # fmt: skip
     if family == "qwen3_moe":
-        shape["moe_intermediate_size"] = 64
+        shape["moe_intermediate_size"] = moe_intermediate_size
     hf = str(folder_of(tmp_path, family, **shape))
     kept = ("precision__param_dtype", "data__seq_len", "train__micro_batch_size", "train__global_batch_size")
     changes = {key: BF16[key] for key in kept} | {"train__steps": 8, "checkpoint__interval": -1} | further
@@ -299,6 +306,32 @@ def test_steps_of_adapters_are_captured_too(
 ) -> None:
     settings = adapter | {"memory__recompute": recompute, "optim__lr": 0.02}
     found = wrapped_runs(tmp_path, meshes, "qwen3_moe", **settings)
+    losses = [loss for loss, _ in found["none"][0]]
+    assert losses[0] != losses[-1], "the adapters are trained, so the comparison means something"
+    assert found["step"][1] > 0
+    assert found["step"][0] == found["none"][0]
+
+
+@requires_peft
+@pytest.mark.parametrize("recompute", ["[]", "layer"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(
+            {"frozen_dtype": "float8", "recipe": "fp8_blockwise"},
+            marks=pytest.mark.skipif(not has_fp8_kernels(), reason="needs a Hopper GPU"),
+        ),
+        {"frozen_dtype": "float8"},
+        {"frozen_dtype": "nf4"},
+    ],
+    ids=["products in fp8", "decoded", "nf4"],
+)
+def test_steps_of_adapters_on_a_base_in_codes_are_captured_too(
+    tmp_path: Path, meshes: Meshes, precision: dict[str, str], recompute: str
+) -> None:
+    settings = {"adapter__rank": 8, "memory__recompute": recompute, "optim__lr": 0.02}
+    settings |= {f"precision__{key}": value for key, value in precision.items()}
+    found = wrapped_runs(tmp_path, meshes, "qwen3_moe", moe_intermediate_size=128, **settings)
     losses = [loss for loss, _ in found["none"][0]]
     assert losses[0] != losses[-1], "the adapters are trained, so the comparison means something"
     assert found["step"][1] > 0

@@ -12,8 +12,9 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.models import build_model, preset_config
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.testing import requires_peft, requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
+from tests.support.lora_case import adapted
 
 
 def _told(graphs: Any, is_wrapped: bool, dtype: Any, ep: int, dispatcher: Any) -> str:
@@ -47,3 +48,19 @@ def test_a_sharded_model_that_graphs_do_not_go_with_is_refused(
     found = run_ranks(_told, ep, graphs, is_wrapped, dtype, ep, dispatcher)[0]
     assert bool(found) == bool(told), found
     assert told in found
+
+
+def _on_codes(graphs: Any) -> str:
+    precision = PrecisionConfig(param_dtype="bfloat16", frozen_dtype="float8")
+    model = parallelize(adapted("qwen3_moe"), build_meshes(), ParallelPolicy(precision=precision))
+    try:
+        refuse_model(model, TrainConfig(graphs=graphs))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@requires_peft
+def test_adapters_on_a_base_in_codes_go_with_graphs_of_steps_alone() -> None:
+    assert run_ranks(_on_codes, 1, "step") == [""]
+    assert "weights are codes is not captured layer by layer" in run_ranks(_on_codes, 1, "layer")[0]

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
@@ -12,22 +14,26 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.models import build_model, preset_config
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.testing import requires_peft, requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
+from tests.support.lora_case import adapted
 
 
 def _plans(family: str | None, dtype: Any, **changes: Any) -> list[ParamPlan]:
     bare = (
         build_model(preset_config("tiny-qwen3", **changes)) if family is None else tiny_hf(family, **changes)
     )
-    policy = ParallelPolicy(precision=PrecisionConfig(param_dtype=dtype))
-    model = parallelize(bare, build_meshes(), policy)
+    return _plans_of(bare, PrecisionConfig(param_dtype=dtype))
+
+
+def _plans_of(bare: nn.Module, precision: PrecisionConfig) -> list[ParamPlan]:
+    model = parallelize(bare, build_meshes(), ParallelPolicy(precision=precision))
     return [param for group in engine_of(model).groups for param in group.plan.params]
 
 
 def _told(family: str | None, dtype: str, changes: dict[str, Any]) -> str:
     try:
-        check_expert_shapes(_plans(family, dtype, **changes))
+        check_expert_shapes(_plans(family, dtype, **changes), getattr(torch, dtype))
     except ConfigError as error:
         return str(error)
     return ""
@@ -55,3 +61,18 @@ def test_so_are_those_of_wrapped_models() -> None:
     assert "got 12 in model.layers.0.mlp.experts.down_proj [8, 16, 12]" in found
     (found,) = run_ranks(_told, 1, "qwen3_moe", "bfloat16", {"moe_intermediate_size": 16})
     assert found == ""
+
+
+def _told_of_codes(dtype: Any) -> str:
+    precision = PrecisionConfig(param_dtype=dtype, frozen_dtype="float8")
+    try:
+        check_expert_shapes(_plans_of(adapted("qwen3_moe"), precision), getattr(torch, dtype))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@requires_peft
+def test_codes_are_looked_at_as_the_values_that_they_stand_for() -> None:
+    assert "multiples of it, got 12 in model.layers.0.mlp." in run_ranks(_told_of_codes, 1, "bfloat16")[0]
+    assert "got torch.float32 for model.layers.0.mlp.experts." in run_ranks(_told_of_codes, 1, "float32")[0]

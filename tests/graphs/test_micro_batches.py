@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.errors import ConfigError
@@ -23,8 +24,9 @@ from fsdmoe.models.causal_lm import LossOutput, StepCounts
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.loss_scale import LossScaler
-from fsdmoe.testing import run_ranks
-from tests.support.echo_graphs import EchoRecorder, train_with_echoes
+from fsdmoe.testing import requires_peft, run_ranks
+from tests.behaviour.test_hf_run import config_for, folder_of
+from tests.support.echo_graphs import EchoRecorder, run_with_echoes, train_with_echoes
 
 SHORT: dict[str, Any] = {
     "train__steps": 6, "train__global_batch_size": 6, "train__eval_interval": 5, "train__eval_batches": 1,
@@ -61,6 +63,44 @@ def test_replayed_micro_batches_train_as_plain_ones_do(tmp_path: Path, name: str
     assert len(plain) == 8  # with two evaluations
     assert replayed == plain
     assert found["graphs"] >= 3  # the first of a step, the next, the last
+    assert found["replays"] > 0
+
+
+CODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "decoded": (1, {"frozen_dtype": "float8"}),
+    "products in fp8": (1, {"frozen_dtype": "float8", "recipe": "fp8_blockwise", "emulate": True}),
+    "decoded, gathered": (2, {"frozen_dtype": "float8"}),
+    "nf4, gathered": (2, {"frozen_dtype": "nf4", "frozen_block": 32}),
+}
+
+
+def _on_codes(hf: str, folder: str, most_shapes: int, precision: dict[str, Any]) -> dict[str, int]:
+    keys = {f"precision__{key}": value for key, value in precision.items()}
+    steps = {"train__steps": 4, "train__eval_interval": -1, "checkpoint__interval": -1}
+    adapter = {"adapter__rank": 2, "memory__recompute": "layer", "optim__lr": 0.02}
+    place = {"train__output_dir": folder}
+    return run_with_echoes(
+        config_for(hf, dist.get_world_size(), **keys, **steps, **adapter, **place), most_shapes
+    )
+
+
+@requires_peft
+@pytest.mark.parametrize(
+    "name",
+    ["decoded", *(pytest.param(n, marks=pytest.mark.full) for n in CODES if n != "decoded")],
+)
+def test_replayed_adapters_on_a_base_in_codes_train_as_plain_ones_do(tmp_path: Path, name: str) -> None:
+    world_size, precision = CODES[name]
+    hf = str(folder_of(tmp_path, hidden_size=64, moe_intermediate_size=32))
+    rows, found = {}, {}
+    for most_shapes in (0, 4):
+        folder = tmp_path / str(most_shapes)
+        folder.mkdir()
+        found = run_ranks(_on_codes, world_size, hf, str(folder), most_shapes, precision)[0]
+        metrics = read_metrics(folder / "metrics.jsonl")
+        rows[most_shapes] = [(row["loss"], row["grad_norm"]) for row in metrics if "loss" in row]
+    assert len({loss for loss, _ in rows[0]}) == 4, "adapters are trained"
+    assert rows[4] == rows[0]
     assert found["replays"] > 0
 
 

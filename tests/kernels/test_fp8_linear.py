@@ -181,6 +181,16 @@ def test_a_layer_that_is_recomputed_quantises_its_weight_once(monkeypatch: pytes
     assert calls.count(weight.shape) == 1
 
 
+def test_a_graph_quantises_weights_itself_whoever_keeps_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, kept = count_calls(monkeypatch), KeptCodes(lambda: 0)
+    weight = draw(48, 64).requires_grad_()
+    for is_captured, expected in ((False, 1), (True, 3), (True, 5), (False, 6)):
+        monkeypatch.setattr("fsdmoe.kernels.fp8_linear.is_capturing", lambda now=is_captured: now)
+        x = draw(16, 64).requires_grad_()
+        fp8_linear(x, weight, recipe_of("fp8_rowwise"), kept=kept).sum().backward()
+        assert calls.count(weight.shape) == expected
+
+
 @pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_tensorwise"])
 def test_weights_that_come_quantised_are_taken_as_they_are(name: str) -> None:
     size = 128 if name == "fp8_blockwise" else 16

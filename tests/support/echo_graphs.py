@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from fsdmoe.config import Config
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.fsdp.host_state import buffers_of
@@ -112,7 +113,11 @@ class EchoRecorder:
 
 def train_with_echoes(output_dir: str, most_shapes: int, overrides: dict[str, Any]) -> dict[str, int]:
     """A tiny run on this rank whose micro-batches are replayed; 0 shapes: a plain run."""
-    config = tiny_config(output_dir, dist.get_world_size(), **overrides)
+    return run_with_echoes(tiny_config(output_dir, dist.get_world_size(), **overrides), most_shapes)
+
+
+def run_with_echoes(config: Config, most_shapes: int) -> dict[str, int]:
+    """The same of any configuration."""
     run = Run(config, build_meshes(config.mesh))
     found = {"replays": 0, "graphs": 0, "repeated": 0, "repeated replays": 0}
     if not most_shapes:
