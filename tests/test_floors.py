@@ -66,13 +66,29 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Call, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Those of a kind that any test here looks at: walking through all others takes seconds."""
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, LOOKED_AT)]
+
+
+def is_import_by_name(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        return False
+    last = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+    return last in ("import_module", "__import__") and ast.unparse(node.func) in BY_NAME
+
+
 def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imported_packages(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fsdmoe":
             parts = node.module.split(".")
             found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
@@ -80,7 +96,7 @@ def imported_packages(path: Path) -> set[str]:
             raise AssertionError(f"{path}: expected absolute imports")
         elif isinstance(node, ast.Import):
             found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("fsdmoe.")}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+        elif isinstance(node, ast.Call) and is_import_by_name(node):
             names = {ast.literal_eval(arg) for arg in node.args if isinstance(arg, ast.Constant)}
             found |= {name.split(".")[1] for name in names if name.startswith("fsdmoe.")}
     return found
@@ -111,13 +127,13 @@ def imported_modules(name: str, path: Path, modules: Collection[str]) -> set[str
     """The modules of fsdmoe that a module imports anywhere in it, for types, inside functions or by
     ``importlib`` too. A module of another package comes with the ``__init__``s above it."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             whole = (f"{node.module}.{alias.name}" for alias in node.names)
             found |= {module if module in modules else node.module for module in whole}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+        elif isinstance(node, ast.Call) and is_import_by_name(node):
             found |= {ast.literal_eval(arg) for arg in node.args if isinstance(arg, ast.Constant)}
     found &= set(modules)
     inits = {module.rpartition(".")[0] for module in found}
@@ -156,9 +172,9 @@ def test_what_is_imported_by_name_is_a_literal_that_the_search_for_circles_sees(
     unseen = [
         f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
         for path in sources()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) in BY_NAME
+        and is_import_by_name(node)
         and not isinstance(node.args[0], ast.Constant)
         and path != PACKAGE / "lazy.py"  # whose names stand as imports in each package's __init__
     ]
@@ -176,7 +192,7 @@ def test_a_circle_is_found() -> None:
 def test_no_two_classes_share_a_name() -> None:
     owners: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 owners.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
@@ -237,15 +253,15 @@ def test_hardly_a_function_takes_more_than_eight_parameters() -> None:
     """Kernels and operators aside, whose signatures are what a compiler reads."""
     many = []
     for path in (ROOT / "train.py", *sorted(PACKAGE.rglob("*.py"))):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             names = [arg.arg for arg in given if arg.arg not in ("self", "cls", "ctx")]
-            is_schema = any(
-                word in ast.unparse(d) for d in node.decorator_list for word in ("triton.", "gluon.", "_op")
-            )
-            if len(names) > 8 and not is_schema:
+            if len(names) <= 8:
+                continue
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            if not any(word in decorators for word in ("triton.", "gluon.", "_op")):
                 many.append(f"{path.relative_to(ROOT)}: {node.name} takes {len(names)}")
     assert len(many) <= 3, "\n".join(many)
 

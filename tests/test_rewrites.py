@@ -7,6 +7,7 @@ import copy
 import inspect
 import itertools
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from fsdmoe.rewrites import Rewrite, computed_by, foreign_forward, rewrite, rewr
 
 PACKAGE = Path(fsdmoe.__file__).parent
 NAME = "forward"
+# In the source of any assignment that is looked for: files without it need not be parsed.
+MENTION = re.compile(rf"\.\s*{NAME}\b|['\"]{NAME}['\"]")
 
 
 def assignments(source: str) -> list[int]:
     """Lines that give an object a forward: by assignment, ``setattr`` or its dict."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if MENTION.search(source) else ():
         targets: list[Any] = []
         if isinstance(node, ast.Assign | ast.Delete):
             targets = list(node.targets)

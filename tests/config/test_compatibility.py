@@ -26,6 +26,8 @@ from tests.support.config_building import build
 
 ROOT = Path(fsdmoe.__file__).parent.parent
 KEY = re.compile(rf"(?<![\w./])({'|'.join(SECTIONS)})\.(?!py\b)[a-z_{{]")
+# In a source that does not begin two keys, no message names two.
+BEGUN = re.compile(rf"(?<![\w./])({'|'.join(SECTIONS)})\.")
 # Messages that name keys of several sections, and are no pair of features.
 NO_PAIRS = {
     "optim/moments.py: float8 (and precision.main_rounding": "formats that keep blocks",
@@ -113,7 +115,9 @@ def texts(tree: ast.AST) -> Iterator[str]:
     described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     inner: set[int] = set()
     for node in ast.walk(tree):
-        if id(node) in described | inner or not isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+        if not isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+            continue
+        if id(node) in described or id(node) in inner:
             continue
         inner |= {id(each) for each in ast.walk(node)}
         yield joined(node)
@@ -132,8 +136,9 @@ def named_pairs() -> dict[str, str]:
     table = {ROOT / "fsdmoe/config/compatibility.py", ROOT / "fsdmoe/config/features.py"}
     found = {}
     for path in sorted((ROOT / "fsdmoe").rglob("*.py")):
-        if path not in table:
-            for text in texts(ast.parse(path.read_text())):
+        source = path.read_text()
+        if path not in table and len(set(BEGUN.findall(source))) > 1:
+            for text in texts(ast.parse(source)):
                 if len(set(KEY.findall(text))) > 1:
                     found[f"{path.relative_to(ROOT / 'fsdmoe')}: {text}"] = text
     return found
