@@ -47,7 +47,7 @@ def symmetric_product(
     alpha: float = 1.0,
     added: torch.Tensor | None = None,
     beta: float = 0.0,
-    diagonal: float = 0.0,
+    diagonal: float | torch.Tensor = 0.0,
     factors_N3: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``alpha x xᵀ + beta added``, or with ``is_tall`` of ``xᵀ x``; ``added`` is symmetric. ``diagonal`` is
@@ -56,16 +56,13 @@ def symmetric_product(
     left, right = (x_NRC.mT, x_NRC) if is_tall else (x_NRC, x_NRC.mT)
     if added is None:
         return torch.bmm(left, right) * alpha if alpha != 1 else torch.bmm(left, right)
-    if factors_N3 is None:
-        out = torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
-        out.diagonal(dim1=1, dim2=2).add_(diagonal)
-        return out
-    wide = torch.promote_types(x_NRC.dtype, torch.float32)
-    of_product, of_added, of_diagonal = factors_N3.to(wide).unsqueeze(2).unbind(1)
-    out = torch.bmm(left.to(wide), right.to(wide)) * (alpha * of_product).unsqueeze(2)
-    out += added * (beta * of_added).unsqueeze(2)
-    out.diagonal(dim1=1, dim2=2).add_(diagonal * of_diagonal)
-    return out.to(x_NRC.dtype)
+    if factors_N3 is not None:
+        of_product, of_added, of_diagonal = factors_N3.to(x_NRC.dtype).unsqueeze(2).unbind(1)
+        left, added = left * of_product.unsqueeze(2), added * of_added.unsqueeze(2)
+        diagonal = diagonal * of_diagonal
+    out = torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
+    out.diagonal(dim1=1, dim2=2).add_(diagonal)
+    return out
 
 
 def symmetric_product_of(x_NRC: torch.Tensor) -> Any:
