@@ -150,7 +150,7 @@ def test_clipping_reduces_once_a_mesh_not_once_a_parameter() -> None:
 
 
 def check_whole_state(degrees: dict[str, int], kind: str) -> None:
-    model, optimizer = build(degrees, kind, tied=True)
+    model, optimizer = build(degrees, kind, tied=True, num_layers=1)
     train(model, optimizer, range(2))
     for cpu_offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
@@ -176,12 +176,12 @@ def test_whole_state_dicts_are_those_of_one_process(kind: str) -> None:
 
 
 def check_whole_state_comes_back(kind: str, from_rank_0: bool) -> None:
-    model, optimizer = build({"ep": 2}, kind)
+    model, optimizer = build({"ep": 2}, kind, num_layers=1)
     train(model, optimizer, range(2))
     options = StateDictOptions(full_state_dict=True, cpu_offload=from_rank_0)
     state = get_state_dict(model, optimizer, options=options)
     want = whole(get_state_dict(model, optimizer))
-    other, resumed = build({"etp": 2}, kind)
+    other, resumed = build({"etp": 2}, kind, num_layers=1)
     train(other, resumed, range(5, 6))
     loading = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
     set_model_state_dict(other, state[0], options=loading)
@@ -208,13 +208,13 @@ def test_whole_state_dicts_load_under_another_layout(kind: str, from_rank_0: boo
 
 
 def save(folder: str, degrees: dict[str, int], kind: str) -> Any:
-    model, optimizer = build(degrees, kind)
+    model, optimizer = build(degrees, kind, num_layers=1)
     train(model, optimizer, range(2))
     return _save(folder, model, optimizer)
 
 
 def load_and_save(source: str, folder: str, degrees: dict[str, int], kind: str) -> Any:
-    model, optimizer = build(degrees, kind)
+    model, optimizer = build(degrees, kind, num_layers=1)
     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=source)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])

@@ -70,13 +70,13 @@ def train_both(case: Case, kind: str, steps: int, max_norm: float | None) -> dic
     [
         (1, {}, "flat"),
         (2, {}, "flat"),
-        (4, {"ep": 2}, "flat"),
+        pytest.param(4, {"ep": 2}, "flat", marks=pytest.mark.full),
         (4, {"dp_outer": 2, "ep": 2}, "flat"),
         (2, {}, "torch"),
     ],
 )
 def test_losses_follow_torch_adamw_on_one_process(world: int, degrees: dict[str, int], kind: str) -> None:
-    steps = 20 if world < 4 else 8
+    steps = 20 if world == 1 else 8  # a bias that is corrected for needs many, a mesh does not
     worst = run_ranks(train_both, world, Case(degrees=degrees), kind, steps, None)[0]
     assert worst["weight"] < 1e-3  # AdamW's first updates are the sign of even the tiniest gradient
     assert worst["loss"] < 1e-5

@@ -1,4 +1,4 @@
-"""One process == any layout: steps of SGD in fp32 (20 in the large matrix and in two layouts, 4 in the
+"""One process == any layout: steps of SGD in fp32 (20 in the large matrix and in one layout, 4 in the
 others), per-parameter gradients at the first and the last."""
 
 import itertools
@@ -43,7 +43,7 @@ def check(world_size: int, case: Case) -> None:
         assert worst["loss"] < TOLERANCE
 
 
-LONG = ("two ranks", "experts fill the world")
+LONG = ("two ranks",)
 # In the matrix, but for the order of the micro-batches; or a part of a larger layout.
 IN_FULL = ("optimizer state sharded only", "recomputed layers", "experts split",
            "eight ranks, replicas, experts split, recomputed")  # fmt: skip
