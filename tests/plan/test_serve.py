@@ -18,7 +18,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.plan import serve
 from fsdmoe.plan.serve import FILES, HOST, build_server, request_of
 
-PLAN = {"model": "tiny-qwen3", "gpus": 4, "seq": 64, "tp": 1, "cp": 1, "ep": 4}
+PLAN = {"model": "tiny-qwen3", "gpus": 4, "seq": 64, "tp": 1, "cp": 1, "ep": 4, "micro_batch": 1}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +124,9 @@ def test_a_page_of_another_site_gets_no_plan(
     found, answer = asked(server, "POST", "/plan", PLAN, **headers)
     assert found == status, "a form or script of any site could have a plan made here"
     assert ("best" in answer) == (status == 200)
+
+
+def test_the_page_itself_gets_one(server: ThreadingHTTPServer) -> None:
     own = f"http://{HOST}:{server.server_port}"
     assert asked(server, "POST", "/plan", PLAN, Origin=own)[0] == 200
 
