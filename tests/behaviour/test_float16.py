@@ -111,7 +111,10 @@ def overflow_once(folder: str, degrees: dict[str, int]) -> dict[str, Any]:
     return {**run.progress, "scales": scales, "skipped": skipped, "unchanged": same, "counted": counted}
 
 
-@pytest.mark.parametrize(("world", "degrees"), [(2, {"ep": 2}), (4, {"dp_outer": 2, "ep": 2})])
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [(4, {"dp_outer": 2, "ep": 2}), pytest.param(2, {"ep": 2}, marks=pytest.mark.full)],
+)
 def test_an_overflow_on_one_rank_halves_the_scale_and_skips_one_step_on_all(
     world: int, degrees: dict[str, int], tmp_path: Path
 ) -> None:

@@ -76,7 +76,7 @@ def transformers_loss(num_batches: int) -> float:
 def test_it_is_that_of_transformers_on_any_number_of_ranks(kind: str) -> None:
     wanted = [transformers_loss(limit) for limit in LIMITS]
     found: list[Any] = []
-    for num_ranks in (1, 2, 3, 4):
+    for num_ranks in (1, 3, 4):
         mesh = MeshConfig(ep=num_ranks if num_ranks != 3 else 1)
         found += run_ranks(held_out_loss, num_ranks, kind, mesh, RING, HELD_OUT)
     for each in found:

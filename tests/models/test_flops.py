@@ -121,7 +121,13 @@ def counted_flops(shape: ModelConfig, *, backward: bool) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+# What these have, others have too.
+IN_FULL = ("gqa", "dense_first_and_shared")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in IN_FULL else name for name in SHAPES]
+)
 def test_the_formula_equals_what_torch_counts_forward_and_in_training(name):
     shape = SHAPES[name]
     forward = forward_flops_per_token(shape, LENGTH).total

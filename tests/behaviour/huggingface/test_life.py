@@ -149,7 +149,7 @@ def resume(family: str, folder: str, ep: int) -> tuple[list[float], torch.Tensor
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=() if f in ("qwen3_moe", "gpt_oss") else pytest.mark.full) for f in FAMILIES],
+    [pytest.param(f, marks=() if f == "gpt_oss" else pytest.mark.full) for f in FAMILIES],
 )
 def test_a_checkpoint_resumes_under_another_ep_and_exports_to_plain_transformers(
     family: str, tmp_path: Path
