@@ -72,11 +72,12 @@ def transformers_loss(num_batches: int) -> float:
 
 
 @requires_transformers
+@pytest.mark.parametrize("numbers", [(1, 3, 4), pytest.param((1, 2), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("kind", ["native", "wrapped"])
-def test_it_is_that_of_transformers_on_any_number_of_ranks(kind: str) -> None:
+def test_it_is_that_of_transformers_on_any_number_of_ranks(kind: str, numbers: tuple[int, ...]) -> None:
     wanted = [transformers_loss(limit) for limit in LIMITS]
     found: list[Any] = []
-    for num_ranks in (1, 3, 4):
+    for num_ranks in numbers:
         mesh = MeshConfig(ep=num_ranks if num_ranks != 3 else 1)
         found += run_ranks(held_out_loss, num_ranks, kind, mesh, RING, HELD_OUT)
     for each in found:

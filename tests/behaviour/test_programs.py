@@ -9,7 +9,7 @@ from tests.support.random_programs.layout import Verdict
 from tests.support.random_programs.run import ROOT_COMMAND, AnyProgram, run_programs, shrink, tell_failures
 
 SUITE, FULL = 300, 5000
-CHUNK, PIECE = 150, 125
+CHUNK, PIECE = 300, 125
 """Meshes are made anew for each, so larger ones are cheaper."""
 
 

@@ -111,6 +111,7 @@ def test_padding_changes_no_balance_term_and_takes_no_capacity(kind: str) -> Non
         assert long[2] == short[2]
 
 
+@pytest.mark.full
 def test_the_benchmark_of_packed_rows_gives_one_loss_either_way() -> None:
     done = run_program("benchmarks/packed_rows.py", "--tiny")
     assert done.wait() == 0, done.stderr

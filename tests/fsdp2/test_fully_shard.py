@@ -121,7 +121,7 @@ def train_both(wrap: str, options: dict[str, Any]) -> tuple[list[float], list[fl
 @pytest.mark.parametrize(
     ("world", "wrap", "options", "tolerance"),
     [
-        (2, "wrap_blocks", {}, 1e-5),
+        pytest.param(2, "wrap_blocks", {}, 1e-5, marks=pytest.mark.full),
         (2, "wrap_like_torchtitan", {}, 1e-5),
         pytest.param(2, "wrap_root_only", {}, 1e-5, marks=pytest.mark.full),
         (2, "wrap_blocks", {"mp_policy": BF16}, 5e-3),

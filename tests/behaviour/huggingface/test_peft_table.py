@@ -13,7 +13,7 @@ from tests.support.peft_table import plain_row, sharded_row, verdicts
 from tests.support.peft_targets import TARGETS
 
 pytestmark = requires_peft
-SAMPLE = ("embedding and attention", "square Conv1D", "head to save")
+SAMPLE = ("embedding and attention", "square Conv1D")
 REFUSED = {
     "projection by parameter": r"adapter\.target_parameters: .* got weight of .*self_attn\.q_proj",
     "some tokens": r"got trainable_token_indices .* at model\.embed_tokens",

@@ -55,7 +55,7 @@ def check(feature: Feature) -> None:
 TRAINED = [feature for feature in (*EXACT, CPU_OFFLOAD) if feature is not STATE_OFFLOAD]
 
 
-@pytest.mark.parametrize("feature", [CPU_OFFLOAD, LEAN, on.TENSOR_PARALLELISM], ids=lambda each: each.name)
+@pytest.mark.parametrize("feature", [LEAN, on.TENSOR_PARALLELISM], ids=lambda each: each.name)
 def test_a_feature_leaves_the_losses_of_muon_as_they_are(feature: Feature) -> None:
     check(feature)
 
