@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from fsdmoe import samples
 from fsdmoe.config import Config, build_config
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_transformers, run_ranks
@@ -16,9 +18,11 @@ PROMPTS = {"train__sample_prompts": "def main(,import os", "train__steps": 2}
 
 
 def run_with(config: Config) -> dict[str, str]:
-    run = Run(config, build_meshes(config.mesh))
-    run.close(run.loop([]))
-    return run.samples.generate(run.decoder)
+    """Of eight tokens each: every one is a forward."""
+    with mock.patch.object(samples, "NEW_TOKENS", 8):
+        run = Run(config, build_meshes(config.mesh))
+        run.close(run.loop([]))
+        return run.samples.generate(run.decoder)
 
 
 LAYOUTS = [

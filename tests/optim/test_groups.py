@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.config import Config
@@ -48,7 +49,7 @@ def torch_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def follow_torch(case: Case, kind: str, steps: int) -> float:
-    """The worst difference of weights between ours on shards and torch's on the plain model."""
+    """The worst difference of weights between ours on shards and torch's on the plain model, on rank 0."""
     model = shard_tiny(case, build_meshes(**case.degrees))
     plain = reference(**case.model)
     theirs: torch.optim.Optimizer
@@ -67,7 +68,8 @@ def follow_torch(case: Case, kind: str, steps: int) -> float:
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 2 * steps) for each in (ours, theirs)]
     for step in range(steps):
         run_sharded(model, case, step)
-        run_plain(plain, case, step)
+        if dist.get_rank() == 0:
+            run_plain(plain, case, step)
         for optimizer, scheduler in zip((ours, theirs), schedulers, strict=True):
             optimizer.step()
             scheduler.step()
@@ -83,7 +85,7 @@ def follow_torch(case: Case, kind: str, steps: int) -> float:
 def test_groups_follow_torch_with_the_same_groups_and_schedulers(
     world: int, degrees: dict[str, int], kind: str
 ) -> None:
-    assert max(run_ranks(follow_torch, world, Case(degrees=degrees), kind, 6)) < 1e-3
+    assert run_ranks(follow_torch, world, Case(degrees=degrees), kind, 6)[0] < 1e-3
 
 
 def frozen_run() -> tuple[bool, bool, dict[str, str], int]:

@@ -61,7 +61,7 @@ def train_both(case: Case, steps: int, dtype: str, scale: str) -> tuple[float, f
 
 
 # cp shards like dp here: every rank of this model brings tokens of its own.
-SAMPLE = [
+SAMPLE: list[tuple[int, dict[str, int], dict[str, Any]]] = [
     (1, {}, {}),
     (3, {}, {}),
     (4, {"dp_outer": 2, "ep": 2}, {"micro_batches": 2}),
@@ -74,12 +74,14 @@ def test_weights_follow_the_reference_on_one_process(
     world: int, degrees: dict[str, int], changes: dict[str, Any]
 ) -> None:
     case = Case(degrees=degrees, **changes)
-    weights, losses = run_ranks(train_both, world, case, 10, "float32", "match_rms_adamw")[0]
+    steps = 10 if world == 1 else 4
+    weights, losses = run_ranks(train_both, world, case, steps, "float32", "match_rms_adamw")[0]
     assert weights < 1e-5
     assert losses < 1e-5
 
 
 WHOLE: list[tuple[int, dict[str, int], dict[str, Any]]] = [
+    *SAMPLE[2:],
     *((world, {}, {}) for world in range(2, 9)),
     (2, {"tp": 2}, {}),
     (2, {"etp": 2}, {}),
@@ -278,7 +280,7 @@ def test_heads_are_found_in_attention_and_in_latent_attention() -> None:
 
 
 def by_heads(degrees: dict[str, int], heads: str) -> float:
-    """The worst difference of weights after three steps with gradients that no mesh changes."""
+    """On rank 0 the worst difference of weights after three steps with gradients that no mesh changes."""
     model = build(degrees)
     optimizer = Muon(model, muon=MuonConfig(ns_dtype="float32", heads=heads), **SETTINGS)  # type: ignore[arg-type]
     named = [(name, torch.nn.Parameter(p.full_tensor())) for name, p in model.named_parameters()]
@@ -301,11 +303,12 @@ def by_heads(degrees: dict[str, int], heads: str) -> float:
             dict(model.named_parameters())[name].grad.copy_(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
-        theirs.step()
+        if dist.get_rank() == 0:
+            theirs.step()
     found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
     return max(relative(found[name], target.detach()) for name, target in named)
 
 
 @pytest.mark.parametrize(("world", "degrees", "heads"), [(2, {"tp": 2}, "each"), (3, {}, "each")])
 def test_heads_can_be_matrices_of_their_own(world: int, degrees: dict[str, int], heads: str) -> None:
-    assert max(run_ranks(by_heads, world, degrees, heads)) < 1e-5
+    assert run_ranks(by_heads, world, degrees, heads)[0] < 1e-5
