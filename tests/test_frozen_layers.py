@@ -120,7 +120,7 @@ def life(folder: str, mesh: dict[str, int], dtype: str) -> dict[str, Any]:
 def test_a_folder_is_read_into_codes_trained_saved_without_them_and_resumed(
     tmp_path: Path, dtype: str, mesh: dict[str, int]
 ) -> None:
-    base = tiny_hf("qwen3_moe", output_router_logits=False, **WIDE[dtype])
+    base = tiny_hf("qwen3_moe", output_router_logits=False, num_hidden_layers=1, **WIDE[dtype])
     base.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
     precision = PRECISION[dtype]
     round_base(base, precision)
