@@ -13,6 +13,10 @@ import triton.language as tl
 from fsdmoe.kernels.triton.launch import QuickLaunch, block_of_columns, cdiv
 from fsdmoe.kernels.triton.row_map import RowMap
 
+# A program sums so many results: of one row where a block of columns fits their number, else of several.
+_ELEMENTS = 1024
+_MIN_BLOCK = 128
+
 
 @QuickLaunch
 @triton.jit(do_not_specialize=["num_rows"])
@@ -53,23 +57,26 @@ def _permute_kernel(
 
 
 @QuickLaunch
-@triton.jit(do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
 def _combine_kernel(
     y_ptr,
     out_ptr,
     position_ptr,
     offsets_ptr,
+    num_rows,
     num_columns,
     num_experts,
     TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for choice in tl.static_range(TOP_K):
-        place = tl.load(position_ptr + row * TOP_K + choice).to(tl.int64)
+        place = tl.load(position_ptr + rows * TOP_K + choice, mask=rows < num_rows, other=-1)
+        place = place.to(tl.int64)[:, None]
         limit = tl.where(place >= 0, num_columns, 0)
         here = tl.load(y_ptr + place * num_columns + columns, mask=columns < limit, other=0.0)
         total += here.to(tl.float32)
@@ -78,9 +85,9 @@ def _combine_kernel(
         overflowed = tl.load(offsets_ptr + num_experts + 1) != 0
         total = tl.where(overflowed, float("nan"), total)
     tl.store(
-        out_ptr + row * num_columns + columns,
+        out_ptr + rows[:, None] * num_columns + columns,
         total.to(out_ptr.dtype.element_ty),
-        mask=columns < num_columns,
+        mask=(rows < num_rows)[:, None] & (columns < num_columns),
     )
 
 
@@ -125,14 +132,19 @@ def _combine(
     if out_RD.numel() == 0:
         return out_RD
     block = block_of_columns(num_columns)
-    _combine_kernel[(num_rows, cdiv(num_columns, block))](
+    while block > _MIN_BLOCK and num_columns % block:
+        block //= 2
+    rows = max(1, _ELEMENTS // block)
+    _combine_kernel[(cdiv(num_rows, rows), cdiv(num_columns, block))](
         y_MD,
         out_RD,
         position_RK,
         position_RK if offsets is None else offsets,
+        num_rows,
         num_columns,
         num_experts,
         TOP_K=top_k,
+        ROWS=rows,
         COLUMNS=block,
         CHECKED=offsets is not None,
         num_warps=4,
