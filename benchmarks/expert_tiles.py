@@ -32,6 +32,7 @@ SHAPES = {
     "qwen3-30b-short": (2048, 768, 128, 8, 2048),
     "d4096-n1536": (4096, 1536, 16, 8, 8192),
     "d7168-n2048": (7168, 2048, 32, 8, 4096),
+    "d1152-n384": (1152, 384, 64, 8, 65536),
     "mixtral": (4096, 14336, 8, 2, 8192),
 }
 Candidate = tuple[str, str, Callable[[], object]]
@@ -41,6 +42,8 @@ def _tiles(m: int = 128) -> Iterator[tuple[str, Tile]]:
     for num_stages, parts in ((3, 1), (4, 4)):
         tile = Tile(m=m, num_warps=m // 16, num_stages=num_stages, parts=parts)
         yield f"rows {m} stages {num_stages} parts {parts}", tile
+    if m == 128:
+        yield "two programs of 128 x 128", Tile(n=128, num_warps=4, parts=4, per_sm=2)
 
 
 class _Layer:

@@ -282,7 +282,7 @@ def gate_up(
     pre_2MN = torch.empty(2, capacity, n, device=x.device, dtype=x.dtype) if store_pre else None
     planes = act_MN if pre_2MN is None else pre_2MN.view(2 * capacity, n)
     half = tile.n // 2
-    programs = num_programs(x.device, tile.spare_sms)
+    programs = tile.per_sm * num_programs(x.device, tile.spare_sms)
     x_desc = narrow_desc = describe(x, (tile.m, tile.k))
     w_desc = factor_desc = describe(first.weight_E2ND.view(num_experts, 2, n, d), (1, 2, half, tile.k))
     rank = 0

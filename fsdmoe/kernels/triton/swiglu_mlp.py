@@ -171,13 +171,15 @@ class FusedProducts:
     def _down(
         self, act_MN: torch.Tensor, down_EDN: torch.Tensor, row_map: RowMap, tiles: LayerTiles
     ) -> torch.Tensor:
-        return project(act_MN, down_EDN, row_map, transposed=True, tile=tiles.project)
+        tile = tiles.project_to(down_EDN.shape[1])
+        return project(act_MN, down_EDN, row_map, transposed=True, tile=tile)
 
     def _back(
         self, dy_MO: torch.Tensor, weight_EOI: torch.Tensor, row_map: RowMap, tiles: LayerTiles
     ) -> torch.Tensor:
         """The gradient of what was multiplied by ``weight``."""
-        return project(dy_MO, weight_EOI, row_map, transposed=False, tile=tiles.project)
+        tile = tiles.project_to(weight_EOI.shape[2])
+        return project(dy_MO, weight_EOI, row_map, transposed=False, tile=tile)
 
     def _weight_grad(
         self, left_MA: torch.Tensor, right_MB: torch.Tensor, row_map: RowMap, gradient: Gradient

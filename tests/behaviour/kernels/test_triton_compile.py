@@ -33,7 +33,10 @@ from fsdmoe.kernels.triton import (
     symmetric_product_triton,
     take_rows_triton,
 )
+from fsdmoe.kernels.triton.row_map import build_row_map
 from fsdmoe.kernels.triton.swiglu_mlp import ACTIVATIONS
+from fsdmoe.kernels.triton.tiles import grad_tile
+from fsdmoe.kernels.triton.weight_grad import weight_grad
 from fsdmoe.precision.block_floats import BlockFloats, ElementPlace
 from tests.support.triton.compile_launches import compiling
 
@@ -139,6 +142,22 @@ def test_the_layer_uses_the_matrix_units_and_bulk_copies_of_hopper() -> None:
         if key.startswith(("_gate_up", "_project", "_weight_grad")):
             assert "wgmma.mma_async" in kernel.asm["ptx"], key
             assert "cp.async.bulk.tensor" in kernel.asm["ptx"], key
+            if "'num_warps': 4" in key:  # narrow tiles
+                assert 2 * kernel.metadata.shared <= SHARED_LIMIT - 1024, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+def test_two_programs_of_a_narrow_weight_gradient_fit_a_multiprocessor(dtype: torch.dtype) -> None:
+    ids = torch.zeros(512, 2, dtype=torch.int64)
+    buffer = torch.zeros(2, 128, 384, dtype=dtype)
+    tile = grad_tile(buffer, accumulate=False)
+    with compiling(90) as compiled:
+        row_map = build_row_map(ids, 3, align=128)
+        rows = [torch.zeros(row_map.capacity, width, dtype=torch.bfloat16) for width in (128, 384)]
+        weight_grad(*rows, row_map, buffer, accumulate=False, tile=tile, first_expert=1)
+    (kernel,) = (kernel for key, kernel in compiled.items() if key.startswith("_weight_grad_kernel "))
+    assert tile.per_sm == 2
+    assert 2 * kernel.metadata.shared <= SHARED_LIMIT - 1024  # each program has a further 1 KiB
 
 
 @pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
