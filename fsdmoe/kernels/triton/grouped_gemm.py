@@ -225,15 +225,18 @@ def project(
     w_desc = factor_desc = describe(weight, w_block)
     rank = 0
     ranks = 1
+    parts = tile.parts
     if term is not None:
         rank, ranks = _ranks(term)
         narrow_desc = describe(term.narrow_MQ, (tile.m, ranks))
         factor_desc = describe(term.factor, (1, tile.n, ranks) if transposed else (1, ranks, tile.n))
+        # Its operands need the shared memory that a whole tile of results would be stored through.
+        parts = max(parts, 2)
     _project_kernel[(programs,)](
         rows,
         a_desc,
         w_desc,
-        describe(out_MN.unsqueeze(0), (1, tile.m, tile.n // tile.parts)),
+        describe(out_MN.unsqueeze(0), (1, tile.m, tile.n // parts)),
         narrow_desc,
         factor_desc,
         row_map.source_M,
@@ -252,7 +255,7 @@ def project(
         GATHER=gathered,
         RANK=rank,
         RANKS=ranks,
-        PARTS=tile.parts,
+        PARTS=parts,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -16,7 +16,6 @@ what ``FusedProducts`` keeps. Sizes: as there, and Q the rank of an update.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,12 @@ from fsdmoe.kernels.architecture import architecture
 from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, PreActivation, compute_experts
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, LowRankTerm, gate_up, project
-from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
+from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.row_map import GatheredRows, RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
-from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts, WeightOperands, layer_tiles
-from fsdmoe.kernels.triton.tiles import LayerTiles, Tile, factor_tiles, narrow_tile
-from fsdmoe.kernels.triton.weight_grad import bias_grad, weight_grad
+from fsdmoe.kernels.triton.swiglu_mlp import Back, FusedProducts, WeightOperands, layer_tiles
+from fsdmoe.kernels.triton.tiles import LayerTiles, factor_tiles, narrow_tile
+from fsdmoe.kernels.triton.weight_grad import weight_grad
 
 _ALIGNED = 8  # elements: bulk copies take rows of multiples of 16 bytes
 _MAX_RANK = 128  # shared memory holds no larger terms
@@ -91,19 +90,11 @@ class LowRankProducts(FusedProducts):
         pre_2MN, act_MN = self._first(given, rows, x_MQ, row_map, tiles, keep=keep and not self.recompute)
         act_MQ = self._narrow(act_MN, given.down_a, row_map, transposed=True)
         kept = PreActivation(pre_2MN), row_map, Narrow(x_MQ, act_MQ)
-        return [act_MN, act_MQ, row_map, tiles], kept
-
-    def down(self, given: Given, activated: list[Any]) -> torch.Tensor:
-        act_MN, act_MQ, row_map, tiles = activated
-        y_MD = project(
-            act_MN, given.down_EDN, row_map, transposed=True, tile=_with_term(tiles.project),
-            term=_term(act_MQ, given.down_b),
-        )  # fmt: skip
-        return combine_rows(y_MD, row_map)
+        return [act_MN, _term(act_MQ, given.down_b), row_map, tiles], kept
 
     def down_dgrad(
         self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads
-    ) -> tuple[LowRankOperands, tuple[torch.Tensor, torch.Tensor | None, RowMap]]:
+    ) -> tuple[LowRankOperands, Back]:
         (pre_2MN,), row_map, narrow = kept
         kept.clear()
         tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
@@ -114,10 +105,7 @@ class LowRankProducts(FusedProducts):
         dweights_RK = torch.empty(given.weights_RK.shape, device=dy_RD.device, dtype=torch.float32)
         dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
         dy_MQ = self._narrow(dy_MD, given.down_b, row_map, transposed=False)
-        dact_MN = project(
-            dy_MD, given.down_EDN, row_map, transposed=False, tile=_with_term(tiles.project),
-            term=_term(dy_MQ, given.down_a),
-        )  # fmt: skip
+        dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles, _term(dy_MQ, given.down_a))
         dpre_M2N = swiglu_backward_(
             pre_2MN, dact_MN, given.weights_RK, row_map, dweights_RK,
             activation=self.activation, limit=self.limit,
@@ -127,25 +115,12 @@ class LowRankProducts(FusedProducts):
         dpre_MQ = self._narrow(dpre_M2N, given.gate_up_b, row_map, transposed=False)
         # ``swiglu_backward_`` has overwritten dact with the activation.
         wide = WeightOperands([dy_MD, dact_MN], dpre_M2N, given.x_RD, row_map)
-        return LowRankOperands(wide, narrow, dy_MQ, dpre_MQ), (dpre_M2N, dpre_MQ, row_map)
+        term = _term(dpre_MQ, given.gate_up_a)
+        return LowRankOperands(wide, narrow, dy_MQ, dpre_MQ), (dpre_M2N, term, row_map)
 
     def wgrad(self, operands: LowRankOperands, grads: Grads) -> None:
         factor_gradients(operands, grads, self.wgrad_spare_sms)
         super().wgrad(operands.wide, grads)
-
-    def gate_up_dgrad(
-        self, operands: tuple[torch.Tensor, torch.Tensor | None, RowMap], given: Given, grads: Grads
-    ) -> None:
-        dpre_M2N, dpre_MQ, row_map = operands
-        if grads.gate_up_bias is not None:
-            grads.gate_up_bias.put(bias_grad(dpre_M2N, row_map))
-        if grads.x_RD is not None:
-            tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
-            dx_MD = project(
-                dpre_M2N, given.gate_up_E2ND, row_map, transposed=False, tile=_with_term(tiles.project),
-                term=_term(dpre_MQ, given.gate_up_a),
-            )  # fmt: skip
-            grads.x_RD.put(combine_rows(dx_MD, row_map))
 
     # The products themselves
 
@@ -169,7 +144,7 @@ class LowRankProducts(FusedProducts):
         first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
         return gate_up(
             x, given.weights_RK, first, row_map, gathered=gathered, store_pre=keep,
-            tile=_with_term(tiles.project), term=_term(x_MQ, given.gate_up_b),
+            tile=tiles.project, term=_term(x_MQ, given.gate_up_b),
         )  # fmt: skip
 
     def _narrow(
@@ -227,11 +202,6 @@ def _factor_grad(
     of_a, of_b = factor_tiles(min(a, b), spare_sms)
     tile = of_a if a < b else of_b
     weight_grad(left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile)
-
-
-def _with_term(tile: Tile) -> Tile:
-    """The operands of a term need the shared memory that a whole tile of results would be stored through."""
-    return replace(tile, parts=max(tile.parts, 2))
 
 
 def _term(narrow_MQ: torch.Tensor | None, factor: torch.Tensor | None) -> LowRankTerm | None:

@@ -11,7 +11,7 @@ Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -196,17 +196,13 @@ class RoundedProducts(FusedProducts):
             _product(x, _RoundedWeight(*part), row_map, pre_2MN[plane])
         return pre_2MN, _activate(pre_2MN, given.weights_RK, row_map)
 
-    def _down(
-        self, act_MN: torch.Tensor, down_EDN: torch.Tensor, row_map: RowMap, tiles: LayerTiles
-    ) -> torch.Tensor:
+    def _down(self, act_MN: torch.Tensor, down_EDN: torch.Tensor, row_map: RowMap, *_: Any) -> torch.Tensor:
         second = _rounded_weight(down_EDN, self.recipe.forward, transposed=False)
         y_MD = act_MN.new_empty(row_map.capacity, down_EDN.shape[1])
         _product(_rounded(act_MN, self.recipe.forward, row_map), second, row_map, y_MD)
         return y_MD
 
-    def _back(
-        self, dy_MO: torch.Tensor, weight_EOI: torch.Tensor, row_map: RowMap, tiles: LayerTiles
-    ) -> torch.Tensor:
+    def _back(self, dy_MO: torch.Tensor, weight_EOI: torch.Tensor, row_map: RowMap, *_: Any) -> torch.Tensor:
         dx_MI = dy_MO.new_empty(row_map.capacity, weight_EOI.shape[2])
         weight = _rounded_weight(weight_EOI, self.recipe.dgrad, transposed=True)
         _product(_rounded(dy_MO, self.recipe.dgrad, row_map), weight, row_map, dx_MI)

@@ -27,7 +27,7 @@ from fsdmoe.kernels.activations import ACTIVATIONS as EXPERT_ACTIVATIONS
 from fsdmoe.kernels.activations import GPT_OSS_LIMIT
 from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, PreActivation, compute_experts
 from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
+from fsdmoe.kernels.triton.grouped_gemm import GateUp, LowRankTerm, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
@@ -69,6 +69,8 @@ def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor, spare_sms: int = 0
 
 
 Kept = tuple[PreActivation, RowMap]
+Back = tuple[torch.Tensor, LowRankTerm | None, RowMap]
+"""Gradients of pre-activations, and what is added to their product with the weight."""
 
 
 class WeightOperands(NamedTuple):
@@ -107,15 +109,15 @@ class FusedProducts:
         tiles = layer_tiles(ids_RK, down_EDN, self.spare_sms)
         row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=self.max_rows)
         pre_2MN, act_MN = self._gate_up(given, row_map, tiles, keep=keep and not self.recompute)
-        return [act_MN, row_map, tiles], (PreActivation(pre_2MN), row_map)
+        return [act_MN, None, row_map, tiles], (PreActivation(pre_2MN), row_map)
 
     def down(self, given: Given, activated: list[Any]) -> torch.Tensor:
-        act_MN, row_map, tiles = activated
-        return combine_rows(self._down(act_MN, given.down_EDN, row_map, tiles), row_map)
+        act_MN, term, row_map, tiles = activated
+        return combine_rows(self._down(act_MN, given.down_EDN, row_map, tiles, term), row_map)
 
     def down_dgrad(
         self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads
-    ) -> tuple[WeightOperands, tuple[torch.Tensor, RowMap]]:
+    ) -> tuple[Any, Back]:
         (pre_2MN,), row_map = kept
         kept.clear()
         weights_RK = given.weights_RK
@@ -133,7 +135,7 @@ class FusedProducts:
             grads.weights_RK.put(dweights_RK)
         # ``swiglu_backward_`` has overwritten dact with the activation, which the weight's gradient needs.
         operands = WeightOperands([dy_MD, dact_MN], dpre_M2N, given.x_RD, row_map)
-        return operands, (dpre_M2N, row_map)
+        return operands, (dpre_M2N, None, row_map)
 
     def wgrad(self, operands: WeightOperands, grads: Grads) -> None:
         row_map = operands.row_map
@@ -146,13 +148,13 @@ class FusedProducts:
             x_MD = permute_rows(operands.x_RD, row_map)
             self._weight_grad(operands.dpre_M2N, x_MD, row_map, grads.gate_up_E2ND)
 
-    def gate_up_dgrad(self, operands: tuple[torch.Tensor, RowMap], given: Given, grads: Grads) -> None:
-        dpre_M2N, row_map = operands
+    def gate_up_dgrad(self, operands: Back, given: Given, grads: Grads) -> None:
+        dpre_M2N, term, row_map = operands
         if grads.gate_up_bias is not None:
             grads.gate_up_bias.put(bias_grad(dpre_M2N, row_map))
         if grads.x_RD is not None:
             tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
-            dx_MD = self._back(dpre_M2N, given.gate_up_E2ND, row_map, tiles)
+            dx_MD = self._back(dpre_M2N, given.gate_up_E2ND, row_map, tiles, term)
             grads.x_RD.put(combine_rows(dx_MD, row_map))
 
     # The products themselves
@@ -169,17 +171,27 @@ class FusedProducts:
         return gate_up(rows, given.weights_RK, first, row_map, gathered=gathered, store_pre=keep, tile=tile)
 
     def _down(
-        self, act_MN: torch.Tensor, down_EDN: torch.Tensor, row_map: RowMap, tiles: LayerTiles
+        self,
+        act_MN: torch.Tensor,
+        down_EDN: torch.Tensor,
+        row_map: RowMap,
+        tiles: LayerTiles,
+        term: LowRankTerm | None,
     ) -> torch.Tensor:
         tile = tiles.project_to(down_EDN.shape[1])
-        return project(act_MN, down_EDN, row_map, transposed=True, tile=tile)
+        return project(act_MN, down_EDN, row_map, transposed=True, tile=tile, term=term)
 
     def _back(
-        self, dy_MO: torch.Tensor, weight_EOI: torch.Tensor, row_map: RowMap, tiles: LayerTiles
+        self,
+        dy_MO: torch.Tensor,
+        weight_EOI: torch.Tensor,
+        row_map: RowMap,
+        tiles: LayerTiles,
+        term: LowRankTerm | None = None,
     ) -> torch.Tensor:
         """The gradient of what was multiplied by ``weight``."""
         tile = tiles.project_to(weight_EOI.shape[2])
-        return project(dy_MO, weight_EOI, row_map, transposed=False, tile=tile)
+        return project(dy_MO, weight_EOI, row_map, transposed=False, tile=tile, term=term)
 
     def _weight_grad(
         self, left_MA: torch.Tensor, right_MB: torch.Tensor, row_map: RowMap, gradient: Gradient
