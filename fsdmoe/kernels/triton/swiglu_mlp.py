@@ -221,20 +221,6 @@ def experts_mlp_triton(
     buffers are then that large instead of R·K rows. A bound that proves too small gives NaN, not a partial
     sum.
     """
-    num_experts, two_n, d = gate_up_E2ND.shape
-    if policy.activation not in ACTIVATIONS:
-        raise ValueError(
-            f"expected activation {ACTIVATIONS}, got {policy.activation!r}; use the plain torch experts"
-        )
-    if (
-        down_EDN.shape != (num_experts, d, two_n // 2)
-        or x_RD.shape[-1] != d
-        or weights_RK.shape != ids_RK.shape
-    ):
-        raise ValueError(
-            f"expected x [R, {d}], weights and ids [R, K], down [{num_experts}, {d}, {two_n // 2}], got "
-            f"{tuple(x_RD.shape)}, {tuple(weights_RK.shape)}, {tuple(ids_RK.shape)}, {tuple(down_EDN.shape)}"
-        )
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
     products = FusedProducts.of(policy, max_rows)
