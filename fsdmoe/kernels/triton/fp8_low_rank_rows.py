@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.fp8_rows import Codes
-from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, block_scale, to_codes
+from fsdmoe.kernels.triton.fp8_rows import Codes, empty_codes
+from fsdmoe.kernels.triton.fp8_scale import as_bytes, block_scale, to_codes
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
-from fsdmoe.kernels.triton.swiglu import activated
+from fsdmoe.kernels.triton.swiglu import block_grads
 from fsdmoe.kernels.triton.tiles import rank_block
 
 _ROWS = 64  # of a program's narrow product: half of what an expert's rows are a multiple of
@@ -118,17 +118,15 @@ def _swiglu_grad_rows_kernel(
         for block in range(n // 128):
             columns = block * 128 + tl.arange(0, 128)[None, :]
             at = rows * n + columns
-            # Padding rows must come out as zeros whatever their pre-activation holds: read them as zeros.
-            gate = tl.load(pre_ptr + at, mask=is_row[:, None], other=0.0).to(tl.float32)
-            up = tl.load(pre_ptr + capacity.to(tl.int64) * n + at, mask=is_row[:, None], other=0.0)
-            dact = tl.load(dact_ptr + at, mask=is_row[:, None], other=0.0).to(tl.float32)
-            phi, dphi, linear, _ = activated(gate, up.to(tl.float32), "swiglu", 0.0)
-            dweight += dact * phi * linear
-            tl.store(dact_ptr + at, (phi * linear * weight).to(dtype))
-            dact *= weight
+            plane = capacity.to(tl.int64) * n
+            dgate, dup, act, part = block_grads(
+                pre_ptr, dact_ptr, at, plane, is_row[:, None], weight, "swiglu", 0.0
+            )
+            dweight += part
+            tl.store(dact_ptr + at, act.to(dtype))
             # What is quantised is what bf16 holds: factors get gradients of the same values.
-            dgate = (dact * linear * dphi).to(dtype)
-            dup = (dact * phi).to(dtype)
+            dgate = dgate.to(dtype)
+            dup = dup.to(dtype)
             at_pair = rows * (2 * n) + columns
             tl.store(dpre_ptr + at_pair, dgate)
             tl.store(dpre_ptr + at_pair + n, dup)
@@ -153,10 +151,7 @@ def swiglu_grad_rows(
     ``swiglu.swiglu_backward_``, it must be zero where an assignment has no row here."""
     _, capacity, n = pre_2MN.shape
     dpre_M2N = torch.empty(capacity, 2 * n, device=pre_2MN.device, dtype=pre_2MN.dtype)
-    codes = Codes(
-        torch.empty(capacity, 2 * n, device=pre_2MN.device, dtype=FP8),
-        torch.empty(2 * n // BLOCK, capacity, device=pre_2MN.device, dtype=torch.float32),
-    )
+    codes = empty_codes(capacity, 2 * n, pre_2MN.device)
     rows = 8  # 1024 elements at a time
     _swiglu_grad_rows_kernel[(capacity // rows,)](
         pre_2MN,

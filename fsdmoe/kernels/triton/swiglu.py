@@ -68,6 +68,19 @@ def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     return phi, dphi, linear, dlinear
 
 
+@triton.jit
+def block_grads(pre_ptr, dact_ptr, at, plane, wanted, weight, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """Of some elements: the gradients of gate and up, the activation times the weight, and what they add to
+    the weight's gradient. ``plane``: from gates to ups."""
+    # Padding rows must come out as zeros whatever their pre-activation holds: read them as zeros.
+    gate = tl.load(pre_ptr + at, mask=wanted, other=0.0).to(tl.float32)
+    up = tl.load(pre_ptr + plane + at, mask=wanted, other=0.0).to(tl.float32)
+    dact = tl.load(dact_ptr + at, mask=wanted, other=0.0).to(tl.float32)
+    phi, dphi, linear, dlinear = activated(gate, up, ACTIVATION, LIMIT)
+    weighted = dact * weight
+    return weighted * linear * dphi, weighted * phi * dlinear, phi * linear * weight, dact * phi * linear
+
+
 @QuickLaunch
 @triton.jit(do_not_specialize=["capacity", "num_experts"])
 def _swiglu_backward_kernel(
@@ -97,21 +110,17 @@ def _swiglu_backward_kernel(
         for start in range(0, n, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             inside = (columns < n)[None, :]
-            # Padding rows must come out as zeros whatever their pre-activation holds: read them as zeros.
-            wanted = inside & is_row[:, None]
             at = rows[:, None] * n + columns[None, :]
-            gate = tl.load(pre_ptr + at, mask=wanted, other=0.0).to(tl.float32)
-            up = tl.load(pre_ptr + capacity.to(tl.int64) * n + at, mask=wanted, other=0.0).to(tl.float32)
-            dact = tl.load(dact_ptr + at, mask=wanted, other=0.0).to(tl.float32)
-            phi, dphi, linear, dlinear = activated(gate, up, ACTIVATION, LIMIT)
-            dweight += dact * phi * linear
-            dact *= weight
-            dgate = dact * linear * dphi
-            dup = dact * phi * dlinear
+            wanted = inside & is_row[:, None]
+            plane = capacity.to(tl.int64) * n
+            dgate, dup, act, part = block_grads(
+                pre_ptr, dact_ptr, at, plane, wanted, weight, ACTIVATION, LIMIT
+            )
+            dweight += part
             at_pair = rows[:, None] * (2 * n) + columns[None, :]
             tl.store(dpre_ptr + at_pair, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
             tl.store(dpre_ptr + at_pair + n, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
-            tl.store(dact_ptr + at, (phi * linear * weight).to(dact_ptr.dtype.element_ty), mask=inside)
+            tl.store(dact_ptr + at, act.to(dact_ptr.dtype.element_ty), mask=inside)
         tl.store(dweights_ptr + source, tl.sum(dweight, 1), mask=is_row)
 
 
