@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refuse_together
+from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, above, choice, refuse_together
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FSDPConfig
 from fsdmoe.optim.ema_config import EMAConfig
 from fsdmoe.optim.group_config import GroupConfig, group_problems
@@ -163,24 +163,12 @@ def torchao_problems(formats: tuple[object, object]) -> list[str]:
     return []
 
 
-STATE_OFFLOAD = Feature(
-    name="moments streamed from host memory", key="optim.state_offload", shown="above 0", off="0",
-    is_on=lambda chosen: chosen["optim.state_offload"] > 0,
-)  # fmt: skip
+STATE_OFFLOAD = above("moments streamed from host memory", "optim.state_offload", 0)
 STOCHASTIC_ROUNDING = choice("stochastic rounding", "precision.main_rounding", "stochastic", "nearest")
 SGD = choice("SGD", "optim.name", "sgd", "adamw")
 MUON = choice("Muon", "optim.name", "muon", "adamw")
-QK_CLIP = Feature(
-    name="QK-clip",
-    key="optim.qk_clip",
-    shown="above 0",
-    off="0",
-    is_on=lambda chosen: chosen["optim.qk_clip"] > 0,
-)
-EMA = Feature(
-    name="averaged weights", key="optim.ema.decay", shown="above 0", off="0",
-    is_on=lambda chosen: chosen["optim.ema.decay"] > 0,
-)  # fmt: skip
+QK_CLIP = above("QK-clip", "optim.qk_clip", 0)
+EMA = above("averaged weights", "optim.ema.decay", 0)
 SMALL_MOMENTS = Feature(
     name="moments in eight bits", key="optim.moment_dtype", shown='"float8"', off='"float32"',
     is_on=lambda chosen: "float8" in chosen["optim"].moment_dtypes,
