@@ -135,7 +135,7 @@ class _Logits(torch.autograd.Function):
 def _wide_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     if _fits_tensor_cores(x_TD, weight_ED):
         return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
-    wide = _wide_dtype(x_TD)
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
     weight_DE = weight_ED.to(wide).t()
     if x_TD.dtype == wide:
         return x_TD @ weight_DE
@@ -194,10 +194,6 @@ def _two_halves(grad_TE: Tensor) -> Tensor:
     """An fp32 gradient as two bf16 ones side by side, ``[T, 2E]``: 16 bits of mantissa on tensor cores."""
     high_TE = grad_TE.to(torch.bfloat16)
     return torch.cat((high_TE, (grad_TE - high_TE).to(torch.bfloat16)), dim=1)
-
-
-def _wide_dtype(x_TD: Tensor) -> torch.dtype:
-    return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
 
 
 def _row_chunks(x_TD: Tensor) -> list[slice]:

@@ -270,10 +270,6 @@ class LatentAttention(nn.Module):
             return self.o_proj(out_BSHD.flatten(2))
         return scatter_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
-    @property
-    def _query_proj(self) -> Linear:
-        return self.q_b_proj if self.has_query_rank else self.q_proj
-
     def _down(self, x_BsD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of this rank's tokens: what queries are projected from, what keys and values are, and the rotary
         key of all heads."""
@@ -291,7 +287,8 @@ class LatentAttention(nn.Module):
         latent: torch.Tensor,
         key_rope: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        return self._heads(context, self._query_proj(query_latent), self.kv_b_proj(latent), key_rope)
+        query_proj = self.q_b_proj if self.has_query_rank else self.q_proj
+        return self._heads(context, query_proj(query_latent), self.kv_b_proj(latent), key_rope)
 
     def _heads(
         self, context: AttentionContext, query: torch.Tensor, key_value: torch.Tensor, key_rope: torch.Tensor
