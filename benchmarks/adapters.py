@@ -7,7 +7,7 @@ Each row of the table is a model of its own, one after the other in one process:
 torch's allocator while it steps, next to what the dry run plans.
 
     python benchmarks/adapters.py                            16,384 tokens a step, all four settings
-    python benchmarks/adapters.py --on all --base bfloat16 fp8              both bases, next to each other
+    python benchmarks/adapters.py --on all --base bfloat16 fp8 --graphs     both bases, next to each other
     python benchmarks/adapters.py --on all --base bfloat16 fp8 --layers 8   a quick look: 8 layers
     python benchmarks/adapters.py --tokens 4096 --graphs     each step as a CUDA graph too
     python benchmarks/adapters.py --on all --recompute layer --peer      transformers with peft next to it
@@ -156,7 +156,7 @@ def measure(setting: Setting, args: argparse.Namespace, folder: str, meshes: Mes
         "peak_gib": peak_gib(),
         "step_ms": times,
         "tokens_per_s": rows * length / statistics.median(times) * 1e3,
-        "losses": [losses[0].item(), losses[-1].item()],
+        "losses": torch.stack(losses).tolist(),
     }
     runner.close()
     return found
@@ -218,7 +218,7 @@ def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dic
         "peak_gib": peak_gib(),
         "step_ms": times,
         "tokens_per_s": rows * length / statistics.median(times) * 1e3,
-        "losses": [losses[0].item(), losses[-1].item()],
+        "losses": torch.stack(losses).tolist(),
     }
 
 
@@ -230,7 +230,7 @@ def report(found: dict[str, Any]) -> None:
         f"| {found['on']} | {found['base']} | {found['recompute']} | {found['graphs']} | "
         f"{statistics.median(times):.0f} ({min(times):.0f} to {max(times):.0f}) | "
         f"{found['tokens_per_s']:,.0f} | {allocated:.1f} | {reserved:.1f} | {planned} | "
-        f"{found['trained'] / 1e6:.1f} M | {found['losses'][0]:.4f} to {found['losses'][1]:.4f} |",
+        f"{found['trained'] / 1e6:.1f} M | {found['losses'][0]:.4f} to {found['losses'][-1]:.4f} |",
         flush=True,
     )
 

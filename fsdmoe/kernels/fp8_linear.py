@@ -71,12 +71,13 @@ def forward_product(
 ) -> tuple[Tensor, InputCodes]:
     """``y``, and what x was quantised to."""
     x_TK, scaling = x.reshape(-1, x.shape[-1]), recipe.forward.first
-    transposed = _second(recipe.wgrad)
+    # A frozen weight has no gradient that would read x transposed.
+    transposed = _second(recipe.wgrad) if weight_NK.requires_grad else None
 
     def make() -> InputCodes:
         rows, _ = quantize_both(x_TK, Wanted(scaling), None)
         assert rows is not None
-        return InputCodes(rows, scales_of_all_tokens(rows, transposed))
+        return InputCodes(rows, None if transposed is None else scales_of_all_tokens(rows, transposed))
 
     made = _inputs.get(x, (scaling, transposed), make)
     watch.collect_in_forward("input", x_TK, scaling)

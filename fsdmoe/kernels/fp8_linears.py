@@ -79,7 +79,9 @@ class _Fp8Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         layers = zip(weights_NK, given, watches, strict=True)
         made = [forward_product(x, weight, recipe, own, watch) for weight, own, watch in layers]
-        ctx.save_for_backward(*made[0][1].kept(x, codes=keeps_codes), *weights_NK)
+        is_trained = ctx.needs_input_grad[5]
+        kept = made[0][1].kept(x, codes=keeps_codes) if is_trained else (None, None, None)
+        ctx.save_for_backward(*kept, *weights_NK)
         ctx.of_x = x.shape, x.dtype
         ctx.sinks = [sink_of(weight) for weight in weights_NK]
         ctx.recipe, ctx.given, ctx.watches = recipe, given, watches

@@ -214,6 +214,18 @@ def test_weights_that_come_quantised_are_taken_as_they_are(name: str) -> None:
     assert relative(codes.grad_sink.buffer, grad_weight) < 1e-6  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_whose_weight_is_frozen_keeps_nothing_of_its_input(name: str) -> None:
+    recipe, weight, kept = recipe_of(name), draw(128, 256), []
+    x = draw(16, 256).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = fp8_linear(x, weight, recipe)
+    assert kept == [weight.shape]
+    exact = quantized_linear(x, weight, recipe)
+    found, expected = (torch.autograd.grad(out.square().sum(), x)[0] for out in (y, exact))
+    assert relative(found, expected) < 1e-6
+
+
 @pytest.mark.parametrize("before", NAMES)
 def test_a_layer_whose_recipe_is_exchanged_computes_by_the_new_one(before: str) -> None:
     weight = draw(128, 256).requires_grad_()

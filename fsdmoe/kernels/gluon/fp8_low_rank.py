@@ -84,9 +84,11 @@ class LowRankBlockwise(BlockwiseProducts):
         kept.clear()
         dy_RD = dy_RD.contiguous()
         weights_RK = given.weights_RK
-        dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
-        dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
-        dy_MQ = narrow_product(dy_MD, given.down_b, row_map, transposed=False)
+        dweights_RK = torch.zeros(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
+        # Only narrow products read dy in bf16, which do not need the permuted copy: it would be the largest
+        # tensor here.
+        dy = GatheredRows(dy_RD) if len(dy_RD) else permute_rows(dy_RD, row_map)
+        dy_MQ = narrow_product(dy, given.down_b, row_map, transposed=False)
         dact_MN = gemm.project(
             quantize_rows(dy_RD, row_map, power_of_two=self.power_of_two),
             self._transposed(given.down_EDN, self.down_scales),
@@ -101,7 +103,7 @@ class LowRankBlockwise(BlockwiseProducts):
             grads.weights_RK.put(dweights_RK)
         dpre_MQ = narrow_product(dpre_M2N, given.gate_up_b, row_map, transposed=False)
         # ``swiglu_grad_rows`` has overwritten dact with the activation.
-        wide = WeightOperands([dy_MD, dact_MN], dpre_M2N, given.x_RD, row_map)
+        wide = WeightOperands([dy, dact_MN], dpre_M2N, given.x_RD, row_map)
         return LowRankOperands(wide, narrow, dy_MQ, dpre_MQ), (dpre, dpre_MQ, row_map)
 
     def wgrad(self, operands: LowRankOperands, grads: Grads) -> None:

@@ -177,11 +177,11 @@ def narrow_product(
 def factor_gradients(operands: LowRankOperands, grads: Grads, spare_sms: int = 0) -> None:
     """Of all factors that want one."""
     wide, narrow, dy_MQ, dpre_MQ = operands
-    dy_MD, act_MN = wide.down
+    dy, act_MN = wide.down
     rows = GatheredRows(wide.x_RD) if len(wide.x_RD) else permute_rows(wide.x_RD, wide.row_map)
     for left_MA, right_MB, gradient in (
         (dy_MQ, act_MN, grads.down_a),
-        (dy_MD, narrow.act_MQ, grads.down_b),
+        (dy, narrow.act_MQ, grads.down_b),
         (dpre_MQ, rows, grads.gate_up_a),
         (wide.dpre_M2N, narrow.x_MQ, grads.gate_up_b),
     ):
@@ -189,19 +189,27 @@ def factor_gradients(operands: LowRankOperands, grads: Grads, spare_sms: int = 0
 
 
 def _factor_grad(
-    left_MA: torch.Tensor | None,
+    left_MA: torch.Tensor | GatheredRows | None,
     right_MB: torch.Tensor | GatheredRows | None,
     row_map: RowMap,
     gradient: Gradient | None,
     spare_sms: int,
 ) -> None:
-    if gradient is None or left_MA is None or right_MB is None or (place := gradient.place()) is None:
+    if gradient is None or left_MA is None or right_MB is None:
         return
-    buffer, accumulate = place
-    _, a, b = buffer.shape
-    of_a, of_b = factor_tiles(min(a, b), spare_sms)
-    tile = of_a if a < b else of_b
-    weight_grad(left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile)
+    if isinstance(left_MA, GatheredRows):  # products gather what is on their right: narrow^T rows
+        assert isinstance(right_MB, torch.Tensor)
+        shape = row_map.num_experts, right_MB.shape[1], left_MA.x_RD.shape[1]
+        transposed_EBA = torch.empty(shape, device=right_MB.device, dtype=torch.float32)
+        tile, _ = factor_tiles(min(shape[1:]), spare_sms)
+        weight_grad(right_MB, left_MA, row_map, transposed_EBA, accumulate=False, tile=tile)
+        gradient.put(transposed_EBA.mT)
+    elif (place := gradient.place()) is not None:
+        buffer, accumulate = place
+        _, a, b = buffer.shape
+        of_a, of_b = factor_tiles(min(a, b), spare_sms)
+        tile = of_a if a < b else of_b
+        weight_grad(left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile)
 
 
 def _term(narrow_MQ: torch.Tensor | None, factor: torch.Tensor | None) -> LowRankTerm | None:

@@ -74,8 +74,9 @@ Back = tuple[torch.Tensor, LowRankTerm | None, RowMap]
 
 
 class WeightOperands(NamedTuple):
-    down: list[torch.Tensor]
-    """Gradients of outputs, and activations; given up once they have been used."""
+    down: list[Any]
+    """Gradients of outputs (sorted, or ``GatheredRows`` where only factors have gradients), and activations;
+    given up once they have been used."""
     dpre_M2N: torch.Tensor
     x_RD: torch.Tensor
     row_map: RowMap
