@@ -216,9 +216,15 @@ def test_weights_that_come_quantised_are_taken_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_whose_weight_is_frozen_keeps_nothing_of_its_input(name: str) -> None:
-    recipe, weight, kept = recipe_of(name), draw(128, 256), []
+    recipe, weight = recipe_of(name), draw(128, 256)
     x = draw(16, 256).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+    kept: list[torch.Size] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = fp8_linear(x, weight, recipe)
     assert kept == [weight.shape]
     exact = quantized_linear(x, weight, recipe)
