@@ -179,7 +179,7 @@ class FusedProducts:
         tiles: LayerTiles,
         term: LowRankTerm | None,
     ) -> torch.Tensor:
-        tile = tiles.project_to(down_EDN.shape[1])
+        tile = tiles.project_to(down_EDN.shape[1]) if term is None else tiles.project
         return project(act_MN, down_EDN, row_map, transposed=True, tile=tile, term=term)
 
     def _back(
@@ -191,7 +191,7 @@ class FusedProducts:
         term: LowRankTerm | None = None,
     ) -> torch.Tensor:
         """The gradient of what was multiplied by ``weight``."""
-        tile = tiles.project_to(weight_EOI.shape[2])
+        tile = tiles.project_to(weight_EOI.shape[2]) if term is None else tiles.project
         return project(dy_MO, weight_EOI, row_map, transposed=False, tile=tile, term=term)
 
     def _weight_grad(
