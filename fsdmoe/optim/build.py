@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -28,28 +30,22 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.name == "sgd":
         made = make_groups(model, config.groups, lr=config.lr, weight_decay=0.0, decays=lambda *_: False)
         return torch.optim.SGD([group.for_torch() for group in made if group.params], lr=config.lr)
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "groups": config.groups,
+        "moment_dtype": _moment_policy(config, precision).formats,
+    }
     if config.name == "muon":
-        return Muon(
-            model,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            muon=config.muon,
-            groups=config.groups,
-            moment_dtype=_moment_policy(config, precision).formats,  # type: ignore[arg-type]
-        )
+        return Muon(model, muon=config.muon, **settings)
     return AdamW(
         model,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        groups=config.groups,
         decays=is_matrix,  # as optim.weight_decay says: a run is told nothing new by AdamW
-        moment_dtype=_moment_policy(config, precision).formats,
         state_offload=config.state_offload,
         state_prefetch=config.state_prefetch,
+        **settings,
     )
 
 

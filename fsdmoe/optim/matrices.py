@@ -14,7 +14,7 @@ A block that is cut is sent part by part, and lies in the buffer of whoever comp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,7 +88,8 @@ def form_of(name: str, placement: Placement, head_rows: int = 0) -> MatrixForm:
     cuts = {cut.dim: (axis, split_factor(cut)) for axis, cut in placement.cuts}
     count_axis = cuts[0][0] if 0 in cuts and (len(shape) == 3 or head_rows) else None
     if len(shape) == 2 and head_rows:
-        return MatrixForm(shape[0] // head_rows, (head_rows, shape[1]), (0, 1), count_axis, _cut(cuts, 1))
+        of_columns = (cuts[1][0], 1) if 1 in cuts else None
+        return MatrixForm(shape[0] // head_rows, (head_rows, shape[1]), (0, 1), count_axis, of_columns)
     first = len(shape) - 2
     count = shape[0] if first else 1
     rows, columns = shape[first:]
@@ -110,10 +111,6 @@ def form_of(name: str, placement: Placement, head_rows: int = 0) -> MatrixForm:
     elif factor > 1:
         block, order, cut = (rows, factor, columns // factor), (1, 0, 2), 2
     return MatrixForm(count, block, order, count_axis, (axis, cut))
-
-
-def _cut(cuts: Mapping[int, tuple[Axis, int]], dim: int) -> tuple[Axis, int] | None:
-    return (cuts[dim][0], dim) if dim in cuts else None
 
 
 class BlockPiece(NamedTuple):
