@@ -154,11 +154,12 @@ def losses(folder: Path, world_size: int, **overrides: Any) -> list[float]:
 def test_a_run_with_a_recipe_learns_and_hardly_depends_on_the_layout(tmp_path: Path) -> None:
     """Blocks along tokens depend on which rows stand together, so later steps differ by a rounding; weights
     that travel quantised are quantised in the same blocks, and are so when norms are computed again."""
-    keys = {"precision__recipe": "fp8_blockwise", "precision__emulate": True, "optim__lr": 3e-3}
+    small = {"optim__lr": 3e-3, "model__num_hidden_layers": 1}
+    keys = {"precision__recipe": "fp8_blockwise", "precision__emulate": True, **small}
     one = losses(tmp_path / "one", 1, **keys)
     others = {"mesh__ep": 2, "precision__quantized_weights": True, "memory__recompute": "norms"}
     two = losses(tmp_path / "two", 2, **others, **keys)
-    plain = losses(tmp_path / "plain", 1, optim__lr=3e-3)
+    plain = losses(tmp_path / "plain", 1, **small)
     assert one[0] == pytest.approx(two[0], rel=1e-5)
     assert one == pytest.approx(two, rel=1e-3)
     assert one[-1] < one[0], "it learns"
@@ -199,7 +200,8 @@ def test_a_run_on_products_in_fp8_is_the_emulated_run(tmp_path: Path) -> None:
 def test_a_run_on_torchaos_products_follows_our_own_on_other_ranks(tmp_path: Path) -> None:
     keys = {
         "precision__recipe": "mxfp8", "precision__emulate": True, "optim__lr": 3e-3, "model__head_dim": 16,
-        "model__moe_intermediate_size": 32, "precision__param_dtype": "bfloat16",
+        "model__moe_intermediate_size": 32, "model__num_hidden_layers": 1,
+        "precision__param_dtype": "bfloat16",
     }  # fmt: skip
     own = losses(tmp_path / "own", 1, **keys)
     theirs = losses(tmp_path / "torchao", 2, mesh__ep=2, precision__backend="torchao", **keys)

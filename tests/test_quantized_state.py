@@ -125,9 +125,9 @@ def step_loss(model: Any) -> torch.Tensor:
     return model(tokens, labels_BS=tokens).loss
 
 
-def counting(interval: int, recompute: tuple[Any, ...] = ()) -> Any:
+def counting(interval: int, recompute: tuple[Any, ...] = (), **keys: Any) -> Any:
     precision = PrecisionConfig(
-        recipe="fp8_blockwise", emulate=True, param_dtype="float32", statistics=interval
+        recipe="fp8_blockwise", emulate=True, param_dtype="float32", statistics=interval, **keys
     )
     policy = ParallelPolicy(precision=precision, memory=MemoryConfig(recompute=recompute))
     return parallelize(build_model(MODEL), build_meshes(), policy)
@@ -155,7 +155,7 @@ def test_operands_that_are_computed_again_are_counted_once(
 
 def _steps(calls_end: bool) -> list[bool]:
     """Which of four steps were counted; the second leaves the weights as they are."""
-    model = counting(2)
+    model = counting(2, covers=("attention",))
     optimizer = AdamW(model, lr=1e-3)
     found = []
     for number in range(4):
