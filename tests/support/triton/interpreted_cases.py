@@ -98,7 +98,7 @@ def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: py
 @pytest.mark.parametrize("activation", swiglu_mlp.ACTIVATIONS)
 def test_a_layer_with_any_gated_activation_equals_the_definition_in_fp64(activation: str) -> None:
     """With a limit that many gates and ups are beyond."""
-    inputs = draw()
+    inputs = draw(num_rows=10, d=24, n=12)
 
     def defined(
         x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *both: torch.Tensor

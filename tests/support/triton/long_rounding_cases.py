@@ -7,6 +7,6 @@ import pytest
 from tests.support.triton.interpreted_rounding_cases import check_experts
 
 
-@pytest.mark.parametrize("name", ["fp8_tensorwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_tensorwise", "mxfp8"])
 def test_experts_are_those_of_plain_torch(name: str) -> None:
     check_experts(name)
