@@ -25,7 +25,7 @@ from tests.support.hf_tiny import tiny_hf
 from tests.support.parallel_case import Course, Layout, compare, own_rows, rows_of
 
 pytestmark = requires_transformers
-STEPS, RATE = 3, 0.1
+STEPS, RATE = 2, 0.1  # the second loss shows what the first gradients did
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": HEADS | {"mlp_only_layers": [0]},
@@ -118,7 +118,7 @@ LAYOUTS = [
         Layout(MeshConfig(dp_shard=2, ep=2), recompute=("layer",), clones=1),
         marks=pytest.mark.full,
     ),
-    ("qwen3_moe", Layout(MeshConfig(tp=2))),
+    pytest.param("qwen3_moe", Layout(MeshConfig(tp=2)), marks=pytest.mark.full),
     ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=("layer",))),
     ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), clones=2)),
     ("qwen2_moe", Layout(MeshConfig(tp=2, ep=2))),  # a gated shared expert in the block
