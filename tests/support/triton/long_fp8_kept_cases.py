@@ -43,7 +43,7 @@ def in_fp64(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_gradients_of_codes_are_hardly_worse_than_those_of_values(kind: str) -> None:
-    inputs = draw(num_rows=120)
+    inputs = draw(num_rows=400)  # of 120 the routing weights' gradients alone vary by 5 % and more
     exact = in_fp64(inputs)
     values = errors(run(inputs, RECIPES[kind], fused=True), exact)
     codes = errors(run(inputs, RECIPES[kind], fused=True, **CODES), exact)
