@@ -29,10 +29,8 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "precision.param_dtype": ({"precision": {"param_dtype": "float16"}}, 1),
     "precision.reduce_dtype": ({"precision": {"reduce_dtype": "float16"}}, 1),
     "precision.recipe": ({"precision": {"recipe": "fp8_rowwise"}}, 1),
-    "precision.quantized_weights": ({"precision": {"recipe": "fp8_blockwise"}}, 1),
     "precision.statistics": ({"precision": QUANTIZED | {"statistics": 5}}, 1),
     "precision.emulate": ({"precision": QUANTIZED | {"emulate": True}}, 1),
-    "precision.frozen_dtype": ({"precision": {"frozen_dtype": "float8"}}, 1),
 }
 
 
@@ -46,6 +44,7 @@ REFUSED_BY_LAYER: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
         "precision.param_dtype",
     )
 } | {
+    "precision.frozen_dtype": ({"precision": {"frozen_dtype": "float8"}}, 1),
     "mesh.tp": ({"mesh": {"tp": 2}}, 2),
     "memory.recompute": ({"memory": {"recompute": ["norms", "experts"]}}, 1),
 }
