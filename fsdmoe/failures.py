@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 ERRORS = "errors.txt"
 """In a run's folder: what its ranks said when they failed."""
 
+TRY_AGAIN = 75
+"""Exit code of a rank after which the run may be started again (``EX_TEMPFAIL``): a hang or a silent node, or
+the end of another node of an elastic run."""
+
 _REPORT_KEY, _PROCESS_KEY = "fsdmoe/error-of-rank-", "fsdmoe/process-of-rank-"
 _REPORT_SECONDS = 2.0
 _ASIDE_SECONDS = 20.0

@@ -57,8 +57,6 @@ def _largest(number: int, group: dist.ProcessGroup, device: torch.device) -> int
 
 STOPPED = "stopped by "
 """How the status of a run begins that ended at a signal."""
-_AGAIN = 75
-"""Exit code of a rank that its launcher shall start again: ``EX_TEMPFAIL``."""
 
 
 def exit_code(status: str, received: list[int]) -> int:
@@ -68,7 +66,7 @@ def exit_code(status: str, received: list[int]) -> int:
     restarts ranks, this one asks for it.
     """
     is_elsewhere = status.startswith(STOPPED) and not received
-    return _AGAIN if is_elsewhere and failures.will_restart() else 0
+    return failures.TRY_AGAIN if is_elsewhere and failures.will_restart() else 0
 
 
 @contextmanager

@@ -26,8 +26,6 @@ from fsdmoe.health.flight import Record, entries, explain, open_collectives
 _KEY, _ASK_KEY = "fsdmoe/hang-of-rank-", "fsdmoe/stacks"
 _BEAT_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
-EXIT_CODE = 75
-"""Of ranks that end for a hang: the job may be tried again (``EX_TEMPFAIL``)."""
 
 
 class HangWatch:
@@ -108,7 +106,7 @@ class HangWatch:
             print(f"fsdmoe: {text}", file=sys.stderr, flush=True)
         else:
             time.sleep(_BEAT_SECONDS)  # the launcher ends all once one has ended: the others' stacks first
-        os._exit(EXIT_CODE)
+        os._exit(failures.TRY_AGAIN)
 
     def _ask(self) -> dict[int, Record]:
         """What the ranks have on record that answer in time."""

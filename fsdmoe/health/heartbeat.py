@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdmoe import events, failures
-from fsdmoe.health.hang import EXIT_CODE
 from fsdmoe.rank_facts import RankFacts
 
 _KEY = "fsdmoe/beat-of-rank-"
@@ -114,4 +113,4 @@ class Heartbeats:
         failures.keep(text, self._folder)
         events.append(self._folder, "fault", text=text)
         print(f"fsdmoe: {text}", file=sys.stderr, flush=True)
-        os._exit(EXIT_CODE)
+        os._exit(failures.TRY_AGAIN)

@@ -28,6 +28,7 @@ from fsdmoe.config.checks import Findings, mesh_problems
 from fsdmoe.config.command_line import CHECKED
 from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.host import num_gpus
+from fsdmoe.failures import TRY_AGAIN
 
 _OPTIONS = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
@@ -201,6 +202,10 @@ def _start_ranks(options: dict[str, str], arguments: Sequence[str]) -> int:
         # what follows -- is not torchrun's: its parser would take --run for one of its own options
         run(parse_args([*alone, *given, "-m", "--", "fsdmoe", "train", *arguments]))
     except ChildFailedError as error:
+        if any(failure.exitcode == TRY_AGAIN for failure in error.failures.values()):
+            # Its cause is said. A rank that is stopped, for which the others ended, is killed by torchrun in
+            # the end, and would come first: its error file was written at the start.
+            return TRY_AGAIN
         _, failure = error.get_first_failure()
         if failure.exitcode < 0:
             message: Any = failure.message  # as the error file holds it, or torch's own words

@@ -92,21 +92,34 @@ def test_every_option_of_torchrun_is_taken_but_those_that_name_a_program() -> No
 
 
 @pytest.mark.usefixtures("as_before")
-@pytest.mark.parametrize(("ended", "code", "said"), [(-9, 137, "fsdmoe: for want of memory\n"), (2, 2, "")])
+@pytest.mark.parametrize(
+    ("ended", "code", "said"),
+    [
+        ([-9], 137, "fsdmoe: for want of memory\n"),
+        ([-9, 1], 137, "fsdmoe: for want of memory\n"),
+        ([2], 2, ""),
+        ([-9, 75], 75, ""),  # the first rank was stopped, the other ended for it, torchrun killed the first
+        ([75, -9], 75, ""),
+    ],
+)
 def test_a_killed_rank_s_cause_is_said_and_what_a_rank_said_is_not_repeated(
-    ended: int,
+    ended: list[int],
     code: int,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    message = {"message": {"message": "for want of memory", "extraInfo": {"timestamp": "1"}}}
-    (tmp_path / "error").write_text(json.dumps(message))
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=ended, error_file=str(tmp_path / "error"))
+    found = {}
+    for rank, exit_code in enumerate(ended):
+        # what a killed rank leaves was written at its start
+        text, time = ("for want of memory", "1") if exit_code == -9 else ("what a rank said itself", "2")
+        file = tmp_path / str(rank)
+        file.write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": time}}}))
+        found[rank] = ProcessFailure(rank, 1, exit_code, str(file))
 
     def fail(_: object) -> None:
-        raise ChildFailedError("train", {0: failure})
+        raise ChildFailedError("train", found)
 
     monkeypatch.setattr(torch.distributed.run, "run", fail)
     capsys.readouterr()
