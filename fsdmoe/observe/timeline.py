@@ -8,9 +8,10 @@
 Setup counts from the start of the launcher's process, or of the rank where there is none, so loading Python
 and torch is part of it.
 
-Training counts up to the last step that a later start still had: what came after the save that it resumed
-from was lost, and so was the time until its first step was done. Time that the loop waited for saves is no
-progress either.
+Training counts up to the step that the next start resumed at, from a checkpoint or from copies in memory:
+what came after it was lost, and so was the time until its first step was done. Copies are no events: the time
+of a step between two that are on record is interpolated. Time that the loop waited for saves is no progress
+either.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Life:
     """Its last event."""
     last_step: int = 0
     stalls: list[tuple[float, float]] = field(default_factory=list)
-    saves: list[tuple[int, float]] = field(default_factory=list)
-    """Step and time."""
+    done: list[tuple[int, float]] = field(default_factory=list)
+    """Steps that are on record as done, and when, from the first on."""
     notes: list[str] = field(default_factory=list)
 
     def kept_until(self, resumed: int | None) -> float:
@@ -47,7 +48,9 @@ class Life:
             return self.began
         if resumed is None or resumed >= self.last_step:
             return self.ended
-        return max([at for step, at in self.saves if step <= resumed], default=self.ready)
+        step, at = max((known for known in self.done if known[0] <= resumed), default=(resumed, self.ready))
+        next_step, next_at = min(known for known in self.done if known[0] > resumed)
+        return at + (next_at - at) * (resumed - step) / (next_step - step)
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,11 @@ def lives_of(found: Sequence[Mapping[str, Any]]) -> list[Life]:
         if kind == "ready":
             life.ready = at
         elif kind == "save":
-            life.saves.append((row["step"], at))
             life.stalls.append((at - row.get("stall", 0.0), at))
         elif kind in ("fault", "rollback") or (kind == "end" and row.get("status") != "finished"):
             life.notes.append(f"{kind}: {row.get('text') or row.get('status') or row.get('step')}")
+        if life.ready is not None and "step" in row and kind != "rollback":
+            life.done.append((row["step"], at))
         if kind == "rollback":  # as if it had been started anew, without the time for it
             lives.append(Life(at, row["step"], ready=at, ended=at, last_step=row["step"]))
     return lives

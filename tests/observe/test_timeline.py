@@ -33,6 +33,17 @@ def test_what_a_later_start_did_not_have_is_lost() -> None:
     assert goodput(spans) == pytest.approx((38 + 100) / 190)
 
 
+def test_steps_up_to_the_one_that_a_later_start_resumed_at_are_kept_without_a_save() -> None:
+    found = [
+        _row(0, "start"), _row(10, "ready", 1), _row(90, "end", 9, status="failed"),
+        _row(100, "restart", 8), _row(110, "ready", 9), _row(150, "end", 13, status="finished"),
+    ]  # fmt: skip
+    assert [(span.kind, span.begin, span.end) for span in spans_of(lives_of(found))] == [
+        ("setup", 0, 10), ("training", 10, 80), ("lost", 80, 90), ("down", 90, 100),
+        ("setup", 100, 110), ("training", 110, 150),
+    ]  # fmt: skip
+
+
 def test_setup_counts_from_the_start_of_the_process_and_never_into_the_start_before() -> None:
     found = [
         _row(40, "start", began=10), _row(50, "ready", 1), _row(60, "save", 10),
