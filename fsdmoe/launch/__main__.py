@@ -1,6 +1,6 @@
 """``fsdmoe launch --on slurm --nodes 4 --gpus-per-node 8 --config run.toml``: a job that trains on a cluster.
 
-Checks the mesh against the nodes, writes the job's files into the folder ``launch`` of the run, and submits
+Checks the mesh against the nodes, writes the job's files into the folder that ``--write`` names, and submits
 them with ``--submit``. What is not an option below goes to ``fsdmoe train``.
 """
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_mesh(job, command.config)
         for line in mesh_warnings(job, command, options.gpu):
             print(f"fsdmoe: warning: {line}", file=sys.stderr)
-        if options.on in ("kubernetes", "skypilot") and not options.shared:
+        if options.on in _RUN_ELSEWHERE and not options.shared:
             print(
                 "fsdmoe: warning: --shared: expected storage that outlives a node, got none: unless "
                 "the run saves to such a place by itself, one that loses its nodes begins anew",
@@ -44,10 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         written = write_files(job, files)
     except OSError as error:
-        fix = "name a folder that can be made here and on the nodes"
-        print(
-            f"fsdmoe: train.output_dir: cannot write {job.folder} ({error.strerror}); {fix}", file=sys.stderr
-        )
+        fix = "name a folder that can be made here" + " and on the nodes" * (options.on not in _RUN_ELSEWHERE)
+        print(f"fsdmoe: --write: cannot write {job.folder} ({error.strerror}); {fix}", file=sys.stderr)
         return 2
     words = [*submission, str(written[-1])]
     print(f"written: {', '.join(map(str, written))}")
@@ -69,6 +67,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpus-per-node", type=int, required=True, metavar="G", help="one rank each")
     made.add_argument("--cpu", action="store_true", help="ranks without GPUs: asks for nodes alone")
     made.add_argument("--gpu", help=f"its kind, for predictions and skypilot (default: {DEFAULT_GPU})")
+    made.add_argument(
+        "--write",
+        metavar="FOLDER",
+        help="where the files go: kubernetes and skypilot launch/NAME here (the file's name); slurm and ray, "
+        "with their logs, the folder launch of train.output_dir",
+    )
     made.add_argument("--submit", action="store_true", help="submit the job too")
     slurm_options = made.add_argument_group("slurm")
     slurm_options.add_argument("--time", default="24:00:00", help="limit of an attempt (default: 24:00:00)")
@@ -105,8 +109,12 @@ def read_job(options: argparse.Namespace, rest: Sequence[str]) -> tuple[ClusterJ
         ranks_per_node=options.gpus_per_node,
         has_gpus=not options.cpu,
         arguments=tuple(rest),
-        folder=Path(command.config.train.output_dir).expanduser().resolve() / "launch",
+        folder=Path(command.config.train.output_dir, "launch").expanduser().resolve(),
     )
+    if options.write:
+        job = replace(job, folder=Path(options.write).expanduser().resolve())
+    elif options.on in _RUN_ELSEWHERE:
+        job = replace(job, folder=Path("launch", job.name).resolve())
     return job, command
 
 
@@ -147,6 +155,8 @@ def _skypilot(job: ClusterJob, options: argparse.Namespace) -> Files:
     return [("task.yaml", text)], ["sky", "jobs", "launch", "--yes"]
 
 
+_RUN_ELSEWHERE = ("kubernetes", "skypilot")
+"""Their nodes share no disk with this machine: ``train.output_dir`` is a mount of theirs."""
 _WRITERS = {"slurm": _slurm, "kubernetes": _kubernetes, "ray": _ray, "skypilot": _skypilot}
 
 if __name__ == "__main__":

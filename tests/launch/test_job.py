@@ -26,16 +26,46 @@ Launch = Callable[..., Path]
 
 
 @pytest.fixture
-def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
-    """Writes the job of a tiny run; the folder of its files."""
+def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Writes the job of a tiny run in an empty working directory; the folder of its files."""
+    monkeypatch.chdir(tmp_path)
 
     def write(*words: str, nodes: str = "2", gpus: str = "1") -> Path:
         config = write_config(tmp_path, 20)
         given = ["--nodes", nodes, "--gpus-per-node", gpus, "--config", str(config)]
-        assert main([*words, *given]) == 0, capsys.readouterr().err
-        return tmp_path / "run" / "launch"
+        code = main([*words, *given])
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        sys.stderr.write(said.err)  # for tests of warnings
+        return Path(said.out.splitlines()[0].removeprefix("written: ")).parent
 
     return write
+
+
+@pytest.mark.parametrize("engine", [("kubernetes", "--image", "fsdmoe:1"), ("skypilot",)])
+def test_a_job_whose_output_is_a_mount_of_the_nodes_is_written_here(
+    launch: Launch, tmp_path: Path, engine: tuple[str, ...]
+) -> None:
+    assert launch("--on", *engine, "--shared", "disk:/shared") == tmp_path / "launch" / "run"
+    assert launch("--on", *engine, "--write", "jobs") == tmp_path / "jobs"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ray"])
+def test_a_job_whose_nodes_share_this_disk_is_written_into_its_run(
+    launch: Launch, tmp_path: Path, engine: str
+) -> None:
+    assert launch("--on", engine) == tmp_path / "run" / "launch"
+    assert launch("--on", engine, "--write", "jobs") == tmp_path / "jobs"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, 20)
+    given = ["--nodes", "2", "--gpus-per-node", "1", "--config", str(config)]
+    assert main(["--on", "skypilot", *given, "--write", str(config / "jobs")]) == 2
+    assert "--write: cannot write" in capsys.readouterr().err
 
 
 def check(value: Any, schema: dict[str, Any], path: str) -> None:
