@@ -363,10 +363,22 @@ def _draw(func: Any, target: ShardedTensor, *args: Any, generator: Any = None, *
 
 
 def _refuse(func: Any, why: str) -> NoReturn:
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        raise NotImplementedError(
+            "torch.amp.GradScaler on sharded gradients: every rank would judge its own piece alone, and some "
+            "would skip a step that others take. Take fsdmoe.LossScaler with fsdmoe.clip_grad_norm(model, "
+            "max_norm, scaler), or bfloat16, which needs no scaler"
+        )
     if optimizer := _optimizer_at_work():
         raise NotImplementedError(
             f"{optimizer} needs {func}, which a ShardedTensor does not have: {why}. Take an optimizer whose "
             "update is element by element, such as AdamW or SGD"
+        )
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise NotImplementedError(
+            f"{func} on a ShardedTensor: {why}. Initialise before fully_shard, or after to_empty() of a "
+            "model on the meta device; elsewhere draw the whole tensor, alike on all ranks, and "
+            "parameter.copy_ it"
         )
     raise NotImplementedError(
         f"{func} on a ShardedTensor: {why}. A sharded parameter has whole values only inside its module's "

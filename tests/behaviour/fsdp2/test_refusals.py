@@ -1,6 +1,7 @@
 """What fsdmoe.fsdp2 does not do is refused by name, with the fix."""
 
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdmoe
 import fsdmoe.fsdp2 as our_fsdp
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdmoe.testing import run_ranks
-from tests.fsdp2.test_fully_shard import built, wrap_blocks
+from tests.fsdp2.test_fully_shard import built, loss_of, wrap_blocks
 
 ARGUMENTS: dict[str, Any] = {
     "reshard_after_forward": 2,
@@ -111,7 +113,33 @@ def check_calls() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("check", [check_arguments, check_wrapping, check_calls])
+def check_tools() -> None:
+    """A scaler of torch and random values are refused, and what the messages name works."""
+    model: Any = built(1)
+    wrap_blocks(our_fsdp, model)
+    weight = model.blocks[0].up.weight
+    with pytest.raises(NotImplementedError, match=r"Initialise before fully_shard.*parameter\.copy_"):
+        nn.init.normal_(weight)
+    with torch.no_grad():
+        weight.copy_(whole := torch.full(weight.shape, 0.01))
+    assert torch.equal(weight.full_tensor(), whole)
+
+    loss_of(model, 0).backward()
+    plain = weight.grad.full_tensor().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(NotImplementedError, match=r"GradScaler.*fsdmoe\.LossScaler.*or bfloat16"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    ours = fsdmoe.LossScaler()
+    ours.scale(loss_of(model, 0)).backward()
+    norm = fsdmoe.clip_grad_norm(model, math.inf, ours)
+    assert ours.update(norm.total)
+    torch.testing.assert_close(weight.grad.full_tensor(), plain)
+
+
+@pytest.mark.parametrize("check", [check_arguments, check_wrapping, check_calls, check_tools])
 def test_what_is_not_supported_is_refused_by_name(check: Any) -> None:
     run_ranks(check, 2)
 
