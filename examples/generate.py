@@ -26,6 +26,14 @@ def refuse_other_folders(folder: str) -> None:
             f"checkpoint first: {_COMMAND} to-hf {folder} OUT, or with adapters: {_COMMAND} merge-adapter "
             f"BASE {folder} OUT"
         )
+    # transformers makes an empty tokenizer of such a folder, and fails far from here.
+    names = ("tokenizer*", "vocab*", "*.model")
+    if Path(folder).is_dir() and not any(found for name in names for found in Path(folder).glob(name)):
+        raise SystemExit(
+            f"{folder}: expected a tokenizer with the model, got none; name the one of its data in the "
+            f"export: {_COMMAND} to-hf RUN OUT --config-from FOLDER. A model of bytes has none: print "
+            "what it writes while it trains, with train.sample_prompts"
+        )
 
 
 def main(folder: str, prompt: str, *, plain: bool = False) -> str:

@@ -84,6 +84,12 @@ def test_generation_says_how_an_adapter_or_a_run_becomes_a_folder_for_it(tmp_pat
             example("generate").main(str(tmp_path / folder), "w1")
 
 
+def test_generation_refuses_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    tiny_hf("qwen3_moe").save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    with pytest.raises(SystemExit, match=r"hf: expected a tokenizer.*--config-from.*train\.sample_prompts"):
+        example("generate").main(str(tmp_path / "hf"), "w1")
+
+
 def test_fine_tuning_a_folder_leaves_a_checkpoint(tmp_path: Path) -> None:
     make_folder(tmp_path / "hf")
     (tmp_path / "text.txt").write_text(" ".join(f"w{n % 64}" for n in range(200)))

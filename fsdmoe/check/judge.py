@@ -98,7 +98,9 @@ def judge_owners(
             wrong.append(f"expert {expert} is owned {how}" + f": {by}" * bool(holders))
     if wrong:
         return CheckResult("experts", Verdict.FAILED, _few(wrong))
-    return CheckResult("experts", Verdict.OK, f"each of {num_experts} is owned exactly once")
+    return CheckResult(
+        "experts", Verdict.OK, f"each of {num_experts} of a small layer of its own is owned exactly once"
+    )
 
 
 def judge_folder(seen: Sequence[Sequence[int]], folder: str, hosts: Sequence[str]) -> CheckResult:

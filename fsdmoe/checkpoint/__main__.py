@@ -365,9 +365,9 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
     with _bar(console, f"{reader.name} to {options.out}", total) as step:
         tokenizer = to_hf(options.path, options.out, policy, progress=step)
     if tokenizer is None:
-        console.print(
-            "no tokenizer was written, since the run's is not at hand; --config-from FOLDER copies one"
-        )
+        name = ((reader.index.about.get("run") or {}).get("data") or {}).get("tokenizer")
+        why = "the run's, bytes, has no files" if name == "bytes" else "the run's is not at hand"
+        console.print(f"no tokenizer was written: {why}; --config-from FOLDER copies one")
     else:
         console.print(f"tokenizer files copied from {tokenizer}", markup=False)
     if (rounded := read_roundings(reader.index.about)) is not None:

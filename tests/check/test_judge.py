@@ -66,7 +66,9 @@ def test_experts_that_are_not_owned_exactly_once_are_named(owned: list[dict[int,
 
 
 def test_experts_whose_pieces_lie_on_several_ranks_are_owned_once() -> None:
-    assert judge_owners([{0: 5}, {0: 3, 1: 8}], 8, 2, HOSTS).verdict is Verdict.OK
+    found = judge_owners([{0: 5}, {0: 3, 1: 8}], 8, 2, HOSTS)
+    assert found.verdict is Verdict.OK
+    assert "of a small layer of its own" in found.text  # the run's own model has other experts
 
 
 def test_versions_gradients_and_disk_say_what_differs() -> None:
