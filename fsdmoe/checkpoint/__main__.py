@@ -366,8 +366,9 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
         tokenizer = to_hf(options.path, options.out, policy, progress=step)
     if tokenizer is None:
         name = ((reader.index.about.get("run") or {}).get("data") or {}).get("tokenizer")
-        why = "the run's, bytes, has no files" if name == "bytes" else "the run's is not at hand"
-        console.print(f"no tokenizer was written: {why}; --config-from FOLDER copies one")
+        fix = "the run's is not at hand; --config-from FOLDER copies one"
+        why = "the run's is bytes, which has no files" if name == "bytes" else fix
+        console.print(f"no tokenizer was written: {why}")
     else:
         console.print(f"tokenizer files copied from {tokenizer}", markup=False)
     if (rounded := read_roundings(reader.index.about)) is not None:

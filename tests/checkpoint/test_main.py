@@ -163,7 +163,7 @@ def test_a_runs_folder_is_exported_with_its_tokenizer_or_says_that_there_is_none
     )
     code, out, _ = run(capsys, "to-hf", tmp_path / "run", tmp_path / "out")
     assert code == 0
-    assert ("no tokenizer was written" in out) == (tokenizer == "bytes")
+    assert ("no tokenizer was written: the run's is bytes" in out) == (tokenizer == "bytes")
     assert (tmp_path / "out/tokenizer.json").exists() == (tokenizer != "bytes")
 
 
