@@ -87,6 +87,8 @@ def data_text(data: DataStream, config: DataConfig) -> str:
 def _source_text(source: SourceFacts) -> str:
     share = f" ({source.weight:.0%} of the tokens)" if source.weight < 1 else ""
     text = f"{source.name}{share}: {source.documents:,} documents, {short(source.tokens)} tokens"
+    if source.cut:
+        text = f"{text}, of which {source.cut_text}"
     left_out = [f"{count:,} {reason}" for reason, count in source.dropped.items()]
     return f"{text}, left out: {', '.join(left_out)}" if left_out else text
 

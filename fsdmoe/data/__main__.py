@@ -101,6 +101,8 @@ def _show(stream: DataStream, tokenizer: Tokenizer | None, num_rows: int, most: 
         print(f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens")
         for reason, count in source.dropped.items():
             print(f"  left out: {count:,} {reason}")
+        if source.cut:
+            print(f"  {source.cut_text}; raise it, or shorten them")
     batches: list[Batch] = stream.next_step()
     share = f"the first step on this rank: {loss_share(batches)}"
     while len(batches) < num_rows:

@@ -7,8 +7,12 @@
     rows      a b c  a b+d c+e  a d f ...
 
 Rows are full, and each keeps as much of its document as fits; without `pack`, what one document leaves of a
-row is padding. The position is the counters of the order and where each cursor stands: a few numbers a
-cursor, which say nothing of rows, batches or ranks.
+row is padding. Records with a loss mask stay whole, since an answer is learnt with its question: one that
+does not fit waits at its cursor for the cursor's next row. The rest of the row takes the longest records
+that fit of those which wait at other cursors, then padding. Only a record longer than a row is cut.
+
+The position is the counters of the order and where each cursor stands: a few numbers a cursor, which say
+nothing of rows, batches or ranks.
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ class RowPlanner:
     def __init__(self, order: ChunkOrder, position: Position, seq_len: int, *, pack: bool = True) -> None:
         self._feed = _ChunkFeed(order, position.progress)
         self._cursors = list(position.cursors)
+        self._keeps_whole = [table.store.keeps_whole for table in order.tables]
         self._next_cursor = position.next_cursor
         self._seq_len = seq_len
         self._pack = pack
@@ -85,14 +90,36 @@ class RowPlanner:
         while free > 0:
             if cursor is None:
                 cursor = self._feed.take()
+            if free < self._seq_len and self._would_cut(cursor, free):
+                break
             stop = min(cursor.offset + free, cursor.stop)
             pieces.append((cursor.source, cursor.document, cursor.offset, stop))
             free -= stop - cursor.offset
             cursor = cursor._replace(offset=stop) if stop < cursor.stop else None
-            if free > 0 and not self._pack:
-                pieces.append((NO_SOURCE, 0, 0, free))
+            if not self._pack:
                 break
         self._cursors[self._next_cursor] = cursor
+        while self._pack and free > 0 and (waiting := self._take_waiting(free)) is not None:
+            pieces.append((waiting.source, waiting.document, waiting.offset, waiting.stop))
+            free -= waiting.stop - waiting.offset
+        if free > 0:
+            pieces.append((NO_SOURCE, 0, 0, free))
+
+    def _would_cut(self, cursor: Cursor, free: int) -> bool:
+        return self._keeps_whole[cursor.source] and cursor.stop - cursor.offset > free
+
+    def _take_waiting(self, free: int) -> Cursor | None:
+        """The longest record at a cursor that fits; its cursor then takes the next of the order."""
+        longest, found = 0, None
+        for number, cursor in enumerate(self._cursors):
+            if cursor is None or not self._keeps_whole[cursor.source]:
+                continue
+            if longest < cursor.stop - cursor.offset <= free:
+                longest, found = cursor.stop - cursor.offset, number
+        if found is None:
+            return None
+        taken, self._cursors[found] = self._cursors[found], None
+        return taken
 
 
 class _ChunkFeed:

@@ -1,7 +1,8 @@
 """Spans of documents to rows of tensors.
 
-Rows are full: no token is lost, repeated or padded; only with `data.pack = false` a row has one document, and
-padding behind it (of a pair, the chosen answer and the rejected one as two segments). A document that reaches
+Rows of text are full: no token is lost, repeated or padded. Rows of chats and other records with a loss mask
+hold whole records, then padding; with `data.pack = false` a row has one document, and padding behind it (of a
+pair, the chosen answer and the rejected one as two segments). A document that reaches
 past the end of a row goes on in a later one as a segment of its own: its positions restart at 0, since
 attention does not reach what came before, but the last token before the cut still has its true label, the
 token behind the cut. So every token of a document but its last has its successor as a label exactly once.

@@ -30,6 +30,7 @@ CLOSING = "⟧"
 LEGEND = (
     f"Tokens in {OPENING} {CLOSING} carry loss; ⏎ is a line break; a document is named by source and number."
 )
+PADDING = "padding"
 _CONTEXT = 8
 """Tokens decoded before a piece: some decoders drop a space at the beginning of what they are given."""
 
@@ -60,11 +61,15 @@ def row_text(batch: Batch, row: int, tokenizer: Tokenizer | None, *, title: str,
     """
     segments = list(_segments(batch, row))
     size, num_loss = batch.tokens_BS.shape[1], sum(segment.num_loss for segment in segments)
-    documents = f"{len(segments)} document" + ("s" if len(segments) > 1 else "")
+    num_documents = sum(segment.name != PADDING for segment in segments)
+    documents = f"{num_documents} document" + ("s" if num_documents > 1 else "")
     text = Text()
     text.append(f"{title}: {size:,} tokens, {documents}, {_with_loss(num_loss, size)}", "bold")
     for segment in segments:
         length = segment.stop - segment.start
+        if segment.name == PADDING:
+            text.append(f"\n  padding: {length:,} tokens", "cyan")
+            continue
         last = segment.offset + length - 1
         place = f"tokens {segment.offset:,} to {last:,}: {_with_loss(segment.num_loss, length)}"
         text.append(f"\n  {_plain(segment.name)}, {place}\n    ", "cyan")
@@ -96,7 +101,7 @@ def _segments(batch: Batch, row: int) -> Iterator[RowSegment]:
         offset = 0
         if batch.origin is not None:
             document = int(batch.origin.document[row, start])
-            name = "padding" if document == NO_DOCUMENT else batch.origin.names[document]
+            name = PADDING if document == NO_DOCUMENT else batch.origin.names[document]
             offset = int(batch.origin.offset[row, start])
         yield RowSegment(name, start, stop, offset, int(mask[start:stop].sum()))
 

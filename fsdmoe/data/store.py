@@ -58,6 +58,11 @@ class TokenStore:
     def num_tokens(self) -> int:
         return int(self.offsets[-1])
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether rows hold its documents whole: what carries loss is learnt with what comes before it."""
+        return self.targets is not None
+
     def lengths(self, documents: IntArray) -> IntArray:
         """Token counts of the given documents."""
         return self.offsets[documents + 1] - self.offsets[documents]

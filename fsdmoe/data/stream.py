@@ -15,6 +15,7 @@ import torch
 from fsdmoe.data import state as saved
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.cache import say
+from fsdmoe.data.chunks import index_blocks
 from fsdmoe.data.config import DataConfig, keyed_sources, require_holdout
 from fsdmoe.data.cursors import RowPlanner, start_position
 from fsdmoe.data.evaluation import EvalRows
@@ -52,6 +53,16 @@ class SourceFacts(NamedTuple):
     epochs: float
     dropped: Mapping[str, int]
     """Records that were left out, by reason."""
+    cut: int = 0
+    """Chats and other records with a loss mask that are longer than a row. Text is cut anywhere."""
+
+    @property
+    def cut_text(self) -> str:
+        """The same in words; empty where rows cut none."""
+        if self.cut == 0:
+            return ""
+        share = 100 * self.cut / self.documents
+        return f"{self.cut:,} ({share:.1f} %) are longer than data.seq_len and are cut"
 
 
 class DataStream:
@@ -77,6 +88,7 @@ class DataStream:
         whole = _WHOLE_DOCUMENTS if not config.shuffle else _ROWS_PER_PIECE * config.seq_len
         self._order = self._build_order(config.piece_len or whole, seed, config.shuffle)
         self._position = start_position(len(stores), config.cursors or self._default_cursors())
+        self._num_cut = tuple(_num_longer(store, shape.seq_len) for store in self.stores)
         self._steps = 0
         self._last_step: Step | None = None
         self._eval_rows: EvalRows | None = None
@@ -109,13 +121,13 @@ class DataStream:
         for cursor in self._position.cursors:
             if cursor is not None:  # a document that was begun counts as far as it was read
                 read[cursor.source] -= cursor.stop - cursor.offset
-        rows = zip(self.stores, self._weights, read, self._order.tables, strict=True)
+        rows = zip(self.stores, self._weights, read, self._order.tables, self._num_cut, strict=True)
         return [
             SourceFacts(
                 store.name, store.num_documents, store.num_tokens, weight / sum(self._weights),
-                num_read, num_read / table.num_training_tokens, store.dropped,
+                num_read, num_read / table.num_training_tokens, store.dropped, num_cut,
             )
-            for store, weight, num_read, table in rows
+            for store, weight, num_read, table, num_cut in rows
         ]  # fmt: skip
 
     def figures(self) -> dict[str, dict[str, float]]:
@@ -141,7 +153,12 @@ class DataStream:
         """
         shape = self._reader.shape
         if self._eval_rows is None:
-            self._eval_rows = EvalRows(self._holdout.documents(), shape.seq_len, pack=self._config.pack)
+            self._eval_rows = EvalRows(
+                self._holdout.documents(),
+                shape.seq_len,
+                pack=self._config.pack,
+                keeps_whole=[store.keeps_whole for store in self.stores],
+            )
         require_holdout(self._holdout.fraction, self._eval_rows.num_rows)
         num_available = -(-self._eval_rows.num_rows // shape.global_batch_size)
         for number in range(min(num_batches, num_available)):
@@ -221,6 +238,13 @@ class DataStream:
         once."""
         num_chunks = sum(table.num_chunks for table in self._order.tables)
         return max(min(_MOST_CURSORS, num_chunks // 4), 1) if self._config.shuffle else 1
+
+
+def _num_longer(store: TokenStore, seq_len: int) -> int:
+    """Documents that should stay whole and do not fit a row."""
+    if not store.keeps_whole:
+        return 0
+    return sum(int((store.lengths(block) > seq_len).sum()) for block in index_blocks(store))
 
 
 def build_data(

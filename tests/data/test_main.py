@@ -73,10 +73,13 @@ def test_the_loss_of_a_chat_is_shown_where_it_is(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "⟦Good day \\x1b[31m<|im_end|>⟧⏎" in output, "answers carry loss, and nothing reaches the terminal"
     assert "<|im_start|>user⏎\n    Hello?<|im_end|>⏎" in output, "questions do not"
-    assert re.search(r"row 1: 128 tokens, \d documents, \d+ with loss \(\d+\.\d %\)", output)
+    assert re.search(r"row 1: 128 tokens, \d documents?, \d+ with loss \(\d+\.\d %\)", output)
+    assert re.search(r"\n  padding: \d+ tokens\n", output), "the next chat does not fit"
+    assert "are cut" not in output
     run(monkeypatch, *config, "--show", "3", "--data.seq_len", "32", "--data.chat_loss_roles", "user")
     output = capsys.readouterr().out
     assert "row 3: 32 tokens" in output
+    assert "  20 (100.0 %) are longer than data.seq_len and are cut; raise it, or shorten them" in output
     assert "⟦user⏎\n    Hello?<|im_end|>⟧" in output, "the whole turn, but for the first token of a document"
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fsdmoe.data import Batch, DataConfig, build_data
 from fsdmoe.data.evaluation import EvalRows
-from fsdmoe.data.spans import Spans
+from fsdmoe.data.spans import NO_SOURCE, Spans
 from fsdmoe.errors import ConfigError
 from tests.support.corpora import (
     memory_config,
@@ -242,13 +242,17 @@ def test_ranks_that_read_different_data_can_tell_by_the_fingerprint():
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=12),
     seq_len=st.integers(2, 16),
     at_once=st.integers(1, 7),
+    whole=st.booleans(),
 )
-def test_evaluation_rows_cover_every_held_out_token_once(lengths, seq_len, at_once):
+def test_evaluation_rows_cover_every_held_out_token_once(lengths, seq_len, at_once, whole):
     (store,) = memory_stores([lengths])
     zeros = np.zeros(len(lengths), dtype=np.int64)
-    rows = EvalRows(Spans(zeros, np.arange(len(lengths)), zeros, np.array(lengths)), seq_len)
+    documents = Spans(zeros, np.arange(len(lengths)), zeros, np.array(lengths))
+    rows = EvalRows(documents, seq_len, keeps_whole=(whole,))
     parts = [rows.read(first, first + at_once) for first in range(0, rows.num_rows + 3, at_once)]
-    pieces = [piece for part in parts for piece in part]
+    pieces = [piece for part in parts for piece in part if piece[0] != NO_SOURCE]
+    if whole:
+        assert all(start % seq_len == 0 for _, _, start, _ in pieces), "cut at the end of a full row only"
     tokens = [int(store.offsets[d]) + t for _, d, start, stop in pieces for t in range(start, stop)]
     assert sorted(tokens) == list(range(sum(lengths)))
     assert all(part.num_tokens == at_once * seq_len for part in parts[: (rows.num_rows - 1) // at_once])
