@@ -111,8 +111,9 @@ class DataConfig(SourceFiles):
     """Tokens in a row."""
 
     pack: bool = True
-    """Fill rows with several documents, which do not see each other. False: one document (or a piece of one)
-    and padding without loss behind it, for models that cannot separate documents."""
+    """Fill rows with several documents, which do not see each other; chats and completions stay whole where
+    they fit a row. False: one document (or a piece of one) and padding without loss behind it, for models
+    that cannot separate documents."""
 
     shuffle: bool = True
     """A new order of documents in each epoch, drawn from the seed. False: the order of the files."""
