@@ -10,7 +10,8 @@ and torch is part of it.
 
 Training counts up to the step that the next start resumed at, from a checkpoint or from copies in memory:
 what came after it was lost, and so was the time until its first step was done. Copies are no events: the time
-of a step between two that are on record is interpolated. Time that the loop waited for saves is no progress
+of a step between two that are on record is interpolated, and where the rank that keeps the record was killed,
+it follows from the time of a step in the next start. Time that the loop waited for saves is no progress
 either.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 _WIDTH = 72
@@ -46,11 +48,23 @@ class Life:
         """When the last step that counts was done; ``resumed``: the step that the next start went on from."""
         if self.ready is None:
             return self.began
-        if resumed is None or resumed >= self.last_step:
+        if resumed is None:
             return self.ended
         step, at = max((known for known in self.done if known[0] <= resumed), default=(resumed, self.ready))
-        next_step, next_at = min(known for known in self.done if known[0] > resumed)
+        next_step, next_at = min((known for known in self.done if known[0] > resumed), default=(step + 1, at))
         return at + (next_at - at) * (resumed - step) / (next_step - step)
+
+    def extend_to(self, after: Life) -> None:
+        """Add the steps that the next start had and this one could not record, since it was killed."""
+        if not self.done or not after.done or after.step <= self.last_step:
+            return
+        step, at = self.done[-1]
+        (first, first_at), (last, last_at) = after.done[0], after.done[-1]
+        seconds = (last_at - first_at) / max(1, last - first)
+        at = min(at + (after.step - step) * seconds, after.began)
+        self.done.append((after.step, at))
+        self.last_step = after.step
+        self.ended = max(self.ended, at)
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,8 @@ def lives_of(found: Sequence[Mapping[str, Any]]) -> list[Life]:
             life.done.append((row["step"], at))
         if kind == "rollback":  # as if it had been started anew, without the time for it
             lives.append(Life(at, row["step"], ready=at, ended=at, last_step=row["step"]))
+    for life, after in pairwise(lives):
+        life.extend_to(after)
     return lives
 
 

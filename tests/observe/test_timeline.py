@@ -44,6 +44,26 @@ def test_steps_up_to_the_one_that_a_later_start_resumed_at_are_kept_without_a_sa
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("began", "ended"), [(100, 80), (60, 60)])
+def test_a_killed_start_lasted_as_long_as_the_steps_that_the_next_one_had(began: int, ended: int) -> None:
+    found = [
+        _row(0, "start"), _row(10, "ready", 1), _row(100, "restart", 8, began=began),
+        _row(110, "ready", 9), _row(150, "end", 13, status="finished"),
+    ]  # fmt: skip
+    first = lives_of(found)[0]
+    assert (first.last_step, first.ended) == (8, ended)
+    trained = [(span.begin, span.end) for span in spans_of(lives_of(found)) if span.kind == "training"]
+    assert trained == [(10, ended), (110, 150)]
+
+
+def test_the_time_of_a_hang_is_lost() -> None:
+    found = [
+        _row(0, "start"), _row(0, "ready", 1), _row(40, "save", 40), {"time": 90, "event": "fault"},
+        _row(90, "restart", 40), _row(90, "ready", 41), _row(100, "end", 51, status="finished"),
+    ]  # fmt: skip
+    assert goodput(spans_of(lives_of(found))) == pytest.approx(0.5)
+
+
 def test_setup_counts_from_the_start_of_the_process_and_never_into_the_start_before() -> None:
     found = [
         _row(40, "start", began=10), _row(50, "ready", 1), _row(60, "save", 10),
