@@ -101,7 +101,8 @@ def lives_of(found: Sequence[Mapping[str, Any]]) -> list[Life]:
         if life.ready is not None and "step" in row and kind != "rollback":
             life.done.append((row["step"], at))
         if kind == "rollback":  # as if it had been started anew, without the time for it
-            lives.append(Life(at, row["step"], ready=at, ended=at, last_step=row["step"]))
+            step = row["step"]
+            lives.append(Life(at, step, ready=at, ended=at, last_step=step, done=[(step, at)]))
     for life, after in pairwise(lives):
         life.extend_to(after)
     return lives

@@ -109,6 +109,8 @@ def test_steps_that_were_rolled_back_are_lost() -> None:
              _row(60, "rollback", 40), _row(100, "end", 80, status="finished")]  # fmt: skip
     assert goodput(spans_of(lives_of(found))) == pytest.approx(0.8)
     assert timeline_lines(found)[-1] == "goodput 0.800 of 100 s, 1 start"
+    found += [_row(100, "restart", 60), _row(100, "ready", 61)]  # half of the steps since were kept
+    assert goodput(spans_of(lives_of(found))) == pytest.approx(0.6)
 
 
 def test_events_are_read_back_and_half_a_line_is_left_out(tmp_path: Path) -> None:
