@@ -43,8 +43,8 @@ def finish(*agents: Program) -> str:
 
 @pytest.mark.full
 def test_two_agents_train_and_one_goes_on(tmp_path: Path) -> None:
-    *both, alone = TRAINING
-    assert [command.world_size for command in TRAINING] == [2, 2, 1]
+    *both, alone = TRAINING[:3]  # the first ones: a later section has one of its own
+    assert [command.world_size for command in TRAINING[:3]] == [2, 2, 1]
     assert both[0].words == both[1].words, "the same command on every node"
     with socket.socket() as free:
         free.bind(("localhost", 0))
