@@ -74,11 +74,11 @@ class _CloneGrad:
         return self.buffer, accumulate
 
     def take(self, other: Tensor | None) -> Tensor:
-        """What was written, and what came through autograd."""
+        """What was written; of a bias ``other``, which came through autograd."""
         found = self.buffer
         self.buffer = None
         if found is not None:
-            return found if other is None else found.add_(other)
+            return found
         if other is not None:
             return other.to(self._dtype)
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
