@@ -21,6 +21,10 @@ from fsdmoe.observe.drawing import charts_for
 from fsdmoe.observe.heatmap import LoadHistory
 from fsdmoe.observe.metrics import Row, row_scalars
 
+_GROWTH = 1.5
+"""How much longer a run must be than at its last picture: to draw one takes a fifth of a second, and each
+shows the whole run."""
+
 
 class Board:
     """Writes event files. A resumed run hides what an earlier start wrote after the resumed step, and goes on
@@ -35,7 +39,7 @@ class Board:
         self._heatmap_interval = heatmap_interval
         self._loads_path = folder / "expert_load.npz"
         self._history = LoadHistory.load(self._loads_path, heatmap_columns, until=start_step)
-        self._last_image_step = self._last_step = start_step
+        self._last_save_step = self._last_image_step = self._last_step = start_step
 
     def step(self, row: Row, loads: Mapping[str, Tensor]) -> None:
         """Write a logged step; ``loads`` are the counts behind the row's figures, on the host."""
@@ -46,9 +50,12 @@ class Board:
             return
         if loads:
             self._history.add(step, loads)
-        # Logged steps need not be multiples of the interval, so the distance to the last picture counts.
-        if step - self._last_image_step >= self._heatmap_interval:
-            self._write_images(step)
+        # Logged steps need not be multiples of the interval, so the distance to the last save counts.
+        if step - self._last_save_step < self._heatmap_interval:
+            return
+        self._save_loads(step)
+        if step >= _GROWTH * self._last_image_step:
+            self._write_image(step)
 
     def evaluation(self, row: Row) -> None:
         self._write_scalars(row["step"], row_scalars(row))
@@ -57,12 +64,16 @@ class Board:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
 
-    def _write_images(self, step: int) -> None:
+    def _save_loads(self, step: int) -> None:
+        self._last_save_step = step
+        if self._history.counts():
+            self._history.save(self._loads_path)
+
+    def _write_image(self, step: int) -> None:
         self._last_image_step = step
         counts, first_step = self._history.counts(), self._history.first_step
         if not counts:
             return
-        self._history.save(self._loads_path)
         if charts := charts_for("the picture of expert loads in TensorBoard"):
             image = charts.load_picture(counts, first_step=first_step, last_step=self._history.last_step)
             value = Summary.Value(tag="expert_load", image=Summary.Image(encoded_image_string=image))
@@ -74,5 +85,6 @@ class Board:
 
     def close(self) -> None:
         if self._heatmap_interval and self._last_step > self._last_image_step:
-            self._write_images(self._last_step)
+            self._save_loads(self._last_step)
+            self._write_image(self._last_step)
         self._writer.close()

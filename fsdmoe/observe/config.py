@@ -30,8 +30,8 @@ class ObserveConfig:
     """Write TensorBoard scalars and expert-load heat maps into <run folder>/tensorboard."""
 
     heatmap_interval: int = 100
-    """Steps between two pictures of the expert loads of all MoE layers in TensorBoard; the end of the run
-    adds a last one. 0 turns them off."""
+    """Steps after which the expert loads of all MoE layers are saved for the picture in TensorBoard. It is
+    drawn then if the run is half as long again as in the last one, and at the end. 0 turns both off."""
 
     heatmap_columns: int = 256
     """Most columns of a heat map. When it is full, neighbouring columns are added up in pairs, so that the

@@ -93,7 +93,12 @@ def test_the_heat_map_holds_the_counts_of_every_step_so_far(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("interval", "logged", "expected"), [(10, (7, 14, 21, 35), [14, 35]), (0, (7, 14), None)]
+    ("interval", "logged", "expected"),
+    [
+        (10, (7, 14, 21, 35), [14, 35]),
+        (10, range(10, 101, 10), [10, 20, 30, 50, 80, 100]),  # drawn where the run is half as long again
+        (0, (7, 14), None),
+    ],
 )
 def test_pictures_keep_their_interval_whatever_steps_are_logged(tmp_path, interval, logged, expected):
     board = make_board(tmp_path, heatmap_interval=interval)
