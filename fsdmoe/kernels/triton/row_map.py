@@ -47,6 +47,8 @@ class RowMap(NamedTuple):
     """int32: rows of each expert, padding left out."""
     tile_expert: torch.Tensor
     """int32 [M / align]: the expert that a tile of ``align`` rows belongs to."""
+    order_E: torch.Tensor
+    """int32: experts by their rows, the busiest first; of equal ones the first."""
 
     @property
     def capacity(self) -> int:
@@ -124,6 +126,7 @@ def _place_kernel(
     offsets_ptr,
     counts_ptr,
     tile_expert_ptr,
+    order_ptr,
     num_assignments,
     num_chunks,
     num_programs,
@@ -160,11 +163,15 @@ def _place_kernel(
         tl.store(counts_ptr + experts, counts, mask=experts < NUM_EXPERTS)
     if TILED and program < NUM_EXPERTS:
         mine = experts == program
+        count = tl.sum(tl.where(mine, counts, 0), 0)
+        is_before = (counts > count) | ((counts == count) & (experts < program))
+        rank = tl.sum((is_before & (experts < NUM_EXPERTS)).to(tl.int32), 0)
+        tl.store(order_ptr + rank, program)
         _describe_segment(
             source_ptr,
             tile_expert_ptr,
             tl.sum(tl.where(mine, starts, 0), 0),
-            tl.sum(tl.where(mine, counts, 0), 0),
+            count,
             tl.sum(tl.where(mine, padded, 0), 0),
             program,
             capacity,
@@ -200,7 +207,7 @@ def build_row_map(
 
 def build_group_map(ids_RK: torch.Tensor, num_groups: int) -> RowMap:
     """Sort assignments by group where no tile follows: groups are not padded, the tail of ``source_M`` is -1,
-    and ``tile_expert`` is left out."""
+    and ``tile_expert`` and ``order_E`` are left out."""
     capacity = ids_RK.numel()
     row_map = _empty_map(ids_RK, num_groups, capacity, max(capacity, 1))
     row_map.source_M.fill_(-1)
@@ -218,6 +225,7 @@ def _empty_map(ids_RK: torch.Tensor, num_experts: int, capacity: int, rows_a_til
         offsets=empty(num_experts + 2),
         counts_E=empty(num_experts),
         tile_expert=empty(capacity // rows_a_tile),
+        order_E=empty(num_experts),
     )
 
 

@@ -6,6 +6,11 @@ The result may be fp32 or bf16 and is overwritten or added to, so a gradient buf
 is filled without a temporary and without a cast. Each expert's padding rows are zero in both operands, so
 the last block of rows needs no mask, and an expert without rows gets zeros. As in ``grouped_gemm``,
 programs walk tiles in a flattened loop, so that the next tile's loads start under the stores of this one.
+
+A tile takes as long as its expert has rows, so which program gets which decides when the last one is done.
+The first tile of every program is one of the busiest experts, in descending order; all later rounds run in
+ascending order, so that whoever began with the longest tile goes on with shorter ones. Every element is
+summed by one program in the order of rows: the result does not depend on who computes it.
 """
 
 from __future__ import annotations
@@ -14,10 +19,20 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, describe, num_programs
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, describe, next_power_of_2, num_programs
 from fsdmoe.kernels.triton.row_map import GatheredRows, RowMap
 from fsdmoe.kernels.triton.tile_store import store_tile
 from fsdmoe.kernels.triton.tiles import Tile
+
+
+@triton.jit
+def _nth_busiest(order_ptr, nth, first_expert, num_experts, NUM_ALL: tl.constexpr, ALL: tl.constexpr):
+    """Of the experts from ``first_expert`` on."""
+    slots = tl.arange(0, ALL)
+    order = tl.load(order_ptr + slots, mask=slots < NUM_ALL, other=-1)
+    inside = (order >= first_expert) & (order < first_expert + num_experts)
+    is_wanted = inside & (tl.cumsum(inside.to(tl.int32), 0) == nth + 1)
+    return tl.sum(tl.where(is_wanted, order, 0), 0)
 
 
 @QuickLaunch
@@ -30,6 +45,7 @@ def _weight_grad_kernel(
     source_ptr,
     offsets_ptr,
     counts_ptr,
+    order_ptr,
     m,
     n,
     first_expert,
@@ -43,14 +59,22 @@ def _weight_grad_kernel(
     GATHER: tl.constexpr,
     PARTS: tl.constexpr,
     ADD: tl.constexpr,
+    NUM_ALL: tl.constexpr,
+    ALL: tl.constexpr,
 ):
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     num_tiles = num_experts * tiles_m * tiles_n
     for tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=True):
-        place = tile // (tiles_m * tiles_n)
-        expert = first_expert + place
-        local = tile % (tiles_m * tiles_n)
+        before = tile // num_programs * num_programs
+        size = tl.minimum(num_tiles - before, num_programs)
+        at = tl.where(before == 0, tile, 2 * before + size - 1 - tile)
+        nth = at // (tiles_m * tiles_n)
+        local = at % (tiles_m * tiles_n)
+        if ALL > 0:
+            expert = _nth_busiest(order_ptr, nth, first_expert, num_experts, NUM_ALL, ALL)
+        else:
+            expert = tl.load(order_ptr + nth)
         first = local // (GROUP_M * tiles_n) * GROUP_M
         height = tl.minimum(tiles_m - first, GROUP_M)
         rest = local - first * tiles_n
@@ -74,6 +98,7 @@ def _weight_grad_kernel(
             else:
                 right = right_desc.load([row, tile_n * BLOCK_N])
             acc = tl.dot(left.T, right, acc)
+        place = expert - first_expert
         store_tile(out_desc, place, tile_m * BLOCK_M, tile_n * BLOCK_N, acc, BLOCK_M, BLOCK_N, PARTS, ADD)
 
 
@@ -123,6 +148,8 @@ def weight_grad(
     tiles_m, tiles_n = cdiv(m, tile.m), cdiv(n, tile.n)
     programs = tile.per_sm * num_programs(left_MA.device, tile.spare_sms)
     programs = min(programs, num_experts * tiles_m * tiles_n)
+    # Only a range of experts has to be looked for in the order of all.
+    num_all = row_map.num_experts if num_experts < row_map.num_experts else 0
     _weight_grad_kernel[(programs,)](
         describe(left_MA, (tile.k, tile.m)),
         rows,
@@ -131,6 +158,7 @@ def weight_grad(
         row_map.source_M,
         row_map.offsets,
         row_map.counts_E,
+        row_map.order_E,
         m,
         n,
         first_expert,
@@ -144,6 +172,8 @@ def weight_grad(
         GATHER=gathered,
         PARTS=tile.parts,
         ADD=accumulate,
+        NUM_ALL=num_all,
+        ALL=next_power_of_2(num_all) if num_all else 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

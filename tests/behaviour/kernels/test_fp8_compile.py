@@ -39,7 +39,7 @@ def test_the_quantising_kernels_convert_two_numbers_an_instruction() -> None:
     def indices(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
-    row_map = RowMap(indices(64, 2), indices(256), indices(4), indices(2), indices(2))
+    row_map = RowMap(indices(64, 2), indices(256), indices(4), indices(2), indices(2), indices(2))
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
     with compiling(90) as compiled:
         rows = quantize_rows(x, row_map, power_of_two=False)

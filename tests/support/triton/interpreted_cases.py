@@ -29,6 +29,7 @@ from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
+from fsdmoe.kernels.triton.weight_grad import weight_grad
 from tests.support.kernel_references import router_topk_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -308,6 +309,20 @@ def test_the_map_is_a_stable_sort_with_padding(num_rows: int, top_k: int, num_ex
         assert (row_map.source_M[start + len(mine) : end] == -1).all()
         assert place[mine].tolist() == list(range(start, start + len(mine)))
         assert (row_map.tile_expert[start // 16 : end // 16] == expert).all()
+    by_load = row_map.counts_E.argsort(descending=True, stable=True)
+    assert row_map.order_E.tolist() == by_load.tolist()
+
+
+@pytest.mark.parametrize(("first", "num_experts"), [(0, 7), (0, 4), (3, 3), (6, 1)])
+def test_weight_gradients_of_a_range_of_experts_with_uneven_loads(first: int, num_experts: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.multinomial(torch.tensor([1.0, 9, 0, 4, 1, 20, 3]), 90, replacement=True, generator=generator)
+    row_map = build_row_map(ids[:, None], 7, align=16)
+    left, right = (permute_rows(torch.randn(90, width, generator=generator), row_map) for width in (40, 72))
+    out = torch.full((num_experts, 40, 72), float("nan"))
+    weight_grad(left, right, row_map, out, accumulate=False, tile=TILE, first_expert=first)
+    for place, (start, end) in enumerate(pairwise(row_map.offsets[first : first + num_experts + 1].tolist())):
+        torch.testing.assert_close(out[place], left[start:end].T @ right[start:end])
 
 
 def test_permuted_rows_are_copies_and_padding_is_zero() -> None:
