@@ -39,7 +39,7 @@ def entries() -> list[dict[str, Any]]:
     c10d: Any = torch._C._distributed_c10d
     dumps = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
     was_collecting = gc.isenabled()
-    gc.disable()  # 50,000 new objects would set off a collection of everything there is, in the middle of a step
+    gc.disable()  # so many new objects would set off a collection of everything there is
     try:
         records = [pickle.loads(dump(True, False, False)) for dump in dumps]  # without stacks, all of them
     finally:
