@@ -111,7 +111,8 @@ class Run:
             if trains:
                 resumed = self.checkpoints.load(self.state())
             else:
-                resumed = self.checkpoints.load_only(self.state(), is_optional=config.model.hf is not None)
+                parts = self.state_without_data()  # an evaluation may read other documents
+                resumed = self.checkpoints.load_only(parts, is_optional=config.model.hf is not None)
         if self.average is not None and not self.average.is_loaded:
             self.average.start()
         if resumed is not None:
@@ -142,6 +143,10 @@ class Run:
         progress = {**self.progress, "loss_scale": self.scaler.state_dict()}
         parts = {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
         return parts if self.average is None else parts | {"ema": self.average}
+
+    def state_without_data(self) -> dict[str, Any]:
+        """The same without the place in the training documents."""
+        return {name: part for name, part in self.state().items() if name != "data"}
 
     def train_step(self, inputs: Any = None, began: float = 0.0) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
@@ -249,8 +254,7 @@ class Run:
 
     def _go_back(self) -> None:
         """To the newest checkpoint, with the data behind what was read: the same rows would do the same."""
-        parts = {name: part for name, part in self.state().items() if name != "data"}
-        loaded = self.checkpoints.go_back(parts)
+        loaded = self.checkpoints.go_back(self.state_without_data())
         if loaded is not None:
             stored = loaded["progress"]
             self.scaler.load_state_dict(stored.pop("loss_scale", {}))
