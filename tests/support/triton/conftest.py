@@ -1,7 +1,8 @@
 """Shared by the cases that run in Triton's interpreter."""
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +36,32 @@ def _language_patched_once() -> Iterator[None]:
     cached.__set_name__(interpreter.InterpretedFunction, "sees_core")
     monkeypatch.setattr(interpreter.InterpretedFunction, "sees_core", cached, raising=False)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    yield
+    monkeypatch.undo()
+
+
+def _by_name(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Computed once for each type, of which some cannot be hashed."""
+    found: dict[str, Any] = {}
+
+    def look_up(kind: Any) -> Any:
+        if kind.name not in found:
+            found[kind.name] = function(kind)
+        return found[kind.name]
+
+    return look_up
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_computed_for_nobody() -> Iterator[None]:
+    """Every sum and product of integers is computed again in int64, and whether it overflowed is told to an
+    assertion that is off: a third of the time. The tables of types are built anew whenever one is asked."""
+    monkeypatch = pytest.MonkeyPatch()
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug, "with it, overflows are asserted"
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(builder, "options", options)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", _by_name(interpreter._get_np_dtype))
     yield
     monkeypatch.undo()
 
