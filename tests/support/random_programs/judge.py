@@ -84,8 +84,10 @@ class Courier:
         device = self.side.device
         there = torch.tensor([0.0 if g is None else 1.0 for g in grads], device=device)
         extra = told.tensors[0] if told.tensors else torch.zeros(0)
-        zeros = [torch.zeros(p.piece.numel(), device=device) for p in self.params]
-        held = [z if g is None else readable(g).to(device) for g, z in zip(grads, zeros, strict=True)]
+        held = [
+            torch.zeros(p.piece.numel(), device=device) if g is None else readable(g).to(device)
+            for g, p in zip(grads, self.params, strict=True)
+        ]
         message = torch.cat([
             torch.tensor([float(code), told.value], device=device), there,
             padded(extra.detach().float().to(device), self.num_extra),
@@ -123,6 +125,10 @@ class Judge:
         numels = torch.tensor([p.numel() for p in params], device=device)
         self.owner = torch.repeat_interleave(torch.arange(len(params), device=device), numels)
         """Which parameter an element belongs to."""
+        self.held = [(places >= 0).nonzero().flatten() for places in self.places]
+        self.mine = [places[held] for places, held in zip(self.places, self.held, strict=True)]
+        """Of every rank: where its message holds elements, and which ones they are."""
+        self.owners = [self.owner[mine] for mine in self.mine]
         self.no_params = torch.zeros(len(params), dtype=torch.bool, device=device)
         self.units = [unit_of(name, self.plain.model) for name in self.plain.params]
 
@@ -228,15 +234,14 @@ class Judge:
         scales = peaks + 1e-2 * peaks.max() + 1e-6
         scales[skip] = torch.inf
         expected = torch.cat(flats)
-        for rank, places in enumerate(self.places):
-            used = places >= 0
-            mine = places[used]
-            off = (held[rank][used] - expected[mine]).abs() / scales[self.owner[mine]]
-            off = torch.where(skip[self.owner[mine]], 0.0, off)
+        for rank, (mine, owners) in enumerate(zip(self.mine, self.owners, strict=True)):
+            values = held[rank][self.held[rank]]
+            off = (values - expected[mine]).abs() / scales[owners]
+            off = torch.where(skip[owners], 0.0, off)
             if mine.numel() and not off.max() <= self.tolerance:
                 worst = int(off.nan_to_num(torch.inf).argmax())
-                name = list(self.plain.params)[int(self.owner[mine[worst]])]
-                got, want = held[rank][used][worst].item(), expected[mine[worst]].item()
+                name = list(self.plain.params)[int(owners[worst])]
+                got, want = values[worst].item(), expected[mine[worst]].item()
                 return f"{what} of {name} is {got:.6g} on rank {rank}, {want:.6g} on the plain model"
         return ""
 

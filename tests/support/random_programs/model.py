@@ -11,6 +11,7 @@ be asked for. With dropout every part of a layer that ``memory.recompute`` names
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -209,14 +210,19 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels_BS.flatten())
 
 
+@functools.cache
+def initial(name: str, shape: torch.Size) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(ord(c) * (i + 1) for i, c in enumerate(name)))
+    value = torch.randn(shape, generator=generator)
+    return 1 + 0.2 * value if len(shape) == 1 else 0.4 * value
+
+
 def build_model(shape: Shape) -> Model:
     """The same values wherever it is built, drawn from each parameter's name."""
     model = Model(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            generator = torch.Generator().manual_seed(sum(ord(c) * (i + 1) for i, c in enumerate(name)))
-            value = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * value if parameter.dim() == 1 else 0.4 * value)
+            parameter.copy_(initial(name, parameter.shape))
             parameter.requires_grad_(not name.startswith(shape.frozen) if shape.frozen else True)
     return model
 

@@ -105,7 +105,7 @@ class Side:
             if torch.is_grad_enabled():
                 x.requires_grad_(self.program.shape.x_grad)
             if self.program.shape.dropout:
-                torch.manual_seed(1000 * seed + rank)
+                seed_generators(1000 * seed + rank)
             made.append((self.model(tokens, x, rank, variant), x))
         values = [loss.item() for loss, _ in made]
         return Told(value=values[0], values=values), made
@@ -394,6 +394,13 @@ def replaced(model: Model, what: str, layer: int) -> Iterator[str]:
         yield name
     finally:
         delattr(holder, attribute) if old is None else setattr(holder, attribute, old)
+
+
+def seed_generators(seed: int) -> None:
+    """As ``torch.manual_seed``, which without a GPU writes down three stacks for devices that may come."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def subset_of(names: list[str], which: str) -> list[str]:
