@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from fsdmoe.testing import ranks  # now, since its package looks for a GPU
 
-    ranks.PRELOAD += PRELOAD
+    ranks.PRELOAD[:] = ["tests.support.no_collector", *ranks.PRELOAD, *PRELOAD]
     ranks.ENVIRONMENT.update(os.environ)
     multiprocessing.set_forkserver_preload(ranks.PRELOAD)
 

@@ -167,6 +167,7 @@ def _is_consequence(error: str) -> bool:
 def _serve(pipe: Connection, path: list[str], environment: dict[str, str]) -> None:
     """The loop of a pooled rank: one case after another, each in its own process group."""
     sys.path[:] = path
+    gc.enable()  # the server may have imported without it
     if environment:
         os.environ.clear()
         os.environ.update(environment, CUDA_VISIBLE_DEVICES="")

@@ -95,4 +95,5 @@ def _run(
     sys.path[:] = [str(Path(script).parent), *path]
     sys.argv = [script, *arguments]
     gc.freeze()
+    gc.enable()
     runpy.run_path(script, run_name="__main__")
