@@ -86,7 +86,8 @@ def _tables(mapping: dict[str, Any], problems: Problems) -> dict[str, dict[str, 
             homes = [s for s, cls in SECTIONS.items() if name in {f.name for f in dataclasses.fields(cls)}]
             fix = f"write it below [{'] or ['.join(homes)}]"
             if not homes:
-                fix = suggest_section(name) if isinstance(mapping[name], dict) else suggest(name)
+                table = mapping[name]
+                fix = suggest_section(name, table) if isinstance(table, dict) else suggest(name)
             problems.append(f"{name}: unknown section; {fix}")
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for name in SECTIONS:

@@ -9,9 +9,10 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, Union
 
-from fsdmoe.config.keys import Key, all_keys
+from fsdmoe.config.keys import Key, all_keys, keys_with
+from fsdmoe.config.names_elsewhere import ALIASES
 from fsdmoe.config.schema import SECTIONS
-from fsdmoe.config.suggest import ALIASES, suggest
+from fsdmoe.config.suggest import suggest
 
 USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
        fsdmoe train|check [--nproc-per-node N] [--config FILE.toml] [--section.key VALUE ...]
@@ -46,16 +47,10 @@ def help_text(word: str | None) -> str:
     of_section = [key for key in all_keys() if key.name.startswith(f"{wanted}.")]
     if wanted in SECTIONS:
         return _listed(of_section)
-    meant = ALIASES.get(wanted, "")
-    found = [key for key in all_keys() if wanted in key.name or meant.partition(" ")[0] == key.name] or [
-        key for key in all_keys() if wanted in key.text.lower()
-    ]
-    if found:
+    meant = ALIASES.get(wanted, "").partition(" ")[0]
+    if found := [key for key in all_keys() if wanted in key.name or meant == key.name] or keys_with(wanted):
         return _listed(found)
-    fix = suggest(wanted)
-    if fix.startswith("see --help "):
-        fix = "see --help for the sections, --help all for every key"
-    return f"no key has the word {word!r} in it; {fix}"
+    return f"no key has the word {word!r} in it; {suggest(wanted)}"
 
 
 def _first_sentence(cls: type) -> str:

@@ -32,6 +32,12 @@ def all_keys() -> tuple[Key, ...]:
     return tuple(key for name, cls in SECTIONS.items() for key in _keys_of(cls, name))
 
 
+def keys_with(word: str) -> list[Key]:
+    """Those with the word in their name or, where there are none, in what is written about them."""
+    named = [key for key in all_keys() if word in key.name]
+    return named or [key for key in all_keys() if word in key.text.lower()]
+
+
 def table_of(hint: Any) -> type | None:
     """The dataclass that ``hint`` is, or that it is a union of with none."""
     choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)

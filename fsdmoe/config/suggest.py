@@ -4,117 +4,76 @@ section."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from fsdmoe.config.keys import all_keys
+from fsdmoe.config.keys import all_keys, keys_with
+from fsdmoe.config.names_elsewhere import ALIASES, NOT_HERE, SECTIONS_ELSEWHERE
 from fsdmoe.config.schema import SECTIONS
-from fsdmoe.rules import nearest
 
 WITH_VALUE = ("--config", "--run", "--resume", "--world", "--gpu")
 BARE = ("--print-config", "--dry-run", "--evaluate-only", "--files-elsewhere", "--take-over", "--check-only")
 FLAGS = (*WITH_VALUE, *BARE, "--help")
 """Options without a section."""
 
-_PARAM_DTYPE = "precision.param_dtype"
-_MOMENTUM = "optim.beta1"
-_ACCUMULATED = (
-    "train.global_batch_size (rows a step: train.micro_batch_size x data-parallel ranks x accumulated "
-    "micro-batches)"
-)
-_WANDB = 'observe.project (with observe.loggers = ["wandb"])'
-_NO_PIPELINE = "there is no pipeline parallelism; raise mesh.ep, mesh.tp or mesh.cp instead"
-ALIASES = {
-    # Hugging Face, torchtitan, Megatron, nanoGPT and what people say.
-    "top_k": "model.num_experts_per_tok", "topk": "model.num_experts_per_tok",
-    "moe_router_topk": "model.num_experts_per_tok", "experts_per_token": "model.num_experts_per_tok",
-    "n_experts": "model.num_experts", "num_local_experts": "model.num_experts",
-    "n_routed_experts": "model.num_experts",
-    "n_layers": "model.num_hidden_layers", "n_layer": "model.num_hidden_layers",
-    "num_layers": "model.num_hidden_layers", "depth": "model.num_hidden_layers",
-    "d_model": "model.hidden_size", "dim": "model.hidden_size", "n_embd": "model.hidden_size",
-    "n_heads": "model.num_attention_heads", "n_head": "model.num_attention_heads",
-    "num_heads": "model.num_attention_heads", "n_kv_heads": "model.num_key_value_heads",
-    "ffn_hidden_size": "model.intermediate_size", "d_ff": "model.intermediate_size",
-    "model_name_or_path": "model.hf", "model_path": "model.hf", "hf_path": "model.hf",
-    "lr": "optim.lr", "learning_rate": "optim.lr", "max_lr": "optim.lr", "min_lr": "optim.min_lr_ratio",
-    "wd": "optim.weight_decay", "betas": f"{_MOMENTUM} and optim.beta2", "momentum": _MOMENTUM,
-    "optimizer": "optim.name", "lr_scheduler_type": "optim.schedule", "scheduler": "optim.schedule",
-    "warmup": "optim.warmup_steps", "lr_warmup_iters": "optim.warmup_steps",
-    "warmup_ratio": "optim.warmup_steps (a number of steps)",
-    "max_grad_norm": "optim.grad_clip", "clip_grad": "optim.grad_clip", "max_norm": "optim.grad_clip",
-    "dtype": _PARAM_DTYPE, "torch_dtype": _PARAM_DTYPE, "mixed_precision": _PARAM_DTYPE,
-    "precision": _PARAM_DTYPE, "bf16": f'{_PARAM_DTYPE} = "bfloat16"', "fp16": f'{_PARAM_DTYPE} = "float16"',
-    "fp32": f'{_PARAM_DTYPE} = "float32"', "fp8": 'precision.recipe = "fp8_blockwise"',
-    "dp": "mesh.dp_shard", "data_parallel": "mesh.dp_shard", "data_parallel_size": "mesh.dp_shard",
-    "data_parallel_shard_degree": "mesh.dp_shard", "data_parallel_replicate_degree": "mesh.dp_outer",
-    "expert_parallel": "mesh.ep", "expert_parallel_size": "mesh.ep", "expert_model_parallel_size": "mesh.ep",
-    "expert_parallel_degree": "mesh.ep", "tensor_parallel": "mesh.tp", "tensor_parallel_size": "mesh.tp",
-    "tensor_model_parallel_size": "mesh.tp", "tensor_parallel_degree": "mesh.tp",
-    "context_parallel_size": "mesh.cp", "context_parallel_degree": "mesh.cp",
-    "batch_size": "train.global_batch_size", "local_batch_size": "train.micro_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size", "bs": "train.global_batch_size",
-    "gradient_accumulation_steps": _ACCUMULATED,
-    "grad_accum": _ACCUMULATED,
-    "max_steps": "train.steps", "train_iters": "train.steps", "max_iters": "train.steps",
-    "epochs": "train.steps (a run is counted in steps)", "iterations": "train.steps",
-    "num_train_epochs": "train.steps (a run is counted in steps)",
-    "num_epochs": "train.steps (a run is counted in steps)",
-    "out_dir": "train.output_dir", "save_dir": "train.output_dir", "eval_iters": "train.eval_batches",
-    "eval_steps": "train.eval_interval", "compile": "train.kernels (fused kernels are built in)",
-    "max_length": "data.seq_len", "max_seq_len": "data.seq_len", "max_seq_length": "data.seq_len",
-    "seq_length": "data.seq_len", "sequence_length": "data.seq_len", "block_size": "data.seq_len",
-    "context_length": "data.seq_len", "dataset": "data.path", "data_path": "data.path",
-    "dataset_path": "data.path", "tokenizer_path": "data.tokenizer", "packing": "data.pack",
-    "text_field": "data.field", "val_split": "data.holdout", "split": "data.holdout",
-    "save_interval": "checkpoint.interval", "save_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep_last", "load_path": "checkpoint.load",
-    "resume_from": "checkpoint.load", "init_from": "checkpoint.load",
-    "gradient_checkpointing": 'memory.recompute = ["layer"]', "checkpointing": 'memory.recompute = ["layer"]',
-    "activation_checkpointing": 'memory.recompute = ["layer"]', "recompute": "memory.recompute",
-    "offload": "fsdp.cpu_offload", "zero_stage": "fsdp.shard", "sharding_strategy": "fsdp.shard",
-    "logging_steps": "observe.log_interval", "log_freq": "observe.log_interval",
-    "wandb_project": _WANDB, "project": _WANDB, "wandb": 'observe.loggers = ["wandb"]',
-    "report_to": "observe.loggers", "mlflow": 'observe.loggers = ["mlflow"]',
-    "lora_rank": "adapter.rank", "lora_r": "adapter.rank", "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout", "lora.r": "adapter.rank", "lora.rank": "adapter.rank",
-    "adapter.r": "adapter.rank", "aux_loss_coef": "experts.balance.sequence",
-    "router_aux_loss_coef": "experts.balance.sequence", "capacity_factor": "experts.capacity.factor",
-    "resume_from_checkpoint": "checkpoint.load (or --resume with the folder of a run)", "conf": "--config",
-    "base_model": "model.hf", "sequence_len": "data.seq_len", "stage": "fsdp.shard",
-    "memory.mode": 'memory.recompute = ["layer"]',
-    "cfg": "--config", "config_file": "--config", "eval_only": "--evaluate-only",
-    "dryrun": "--dry-run", "world_size": "--world", "h": "--help",
-}  # fmt: skip
-"""Keys and options by the names that they have elsewhere."""
-
-_SECTIONS = {
-    "training": "train", "trainer": "train", "optimizer": "optim", "parallel": "mesh",
-    "parallelism": "mesh", "lora": "adapter", "peft": "adapter", "dataset": "data", "moe": "experts",
-    "metrics": "observe", "logging": "observe",
-}  # fmt: skip
-_SECTION_KEYS = {
-    "activation_checkpoint": 'memory.recompute = ["layer"]',
-    "zero_optimization": 'fsdp.shard = "params", "grads" or "optimizer" (ZeRO 3, 2, 1)',
-}
-"""Tables of other tools that a key stands for here."""
-_ABSENT = {
-    "pp": _NO_PIPELINE, "pipeline_parallel": _NO_PIPELINE, "pipeline_parallel_size": _NO_PIPELINE,
-    "pipeline_model_parallel_size": _NO_PIPELINE, "pipeline_parallel_degree": _NO_PIPELINE,
-    "deepspeed": "no file of DeepSpeed is read; set fsdp.shard (ZeRO 1 to 3), and drop it",
-}  # fmt: skip
-"""What other tools have and this one has not."""
+_MOST_SAID = 8
+"""Keys of a foreign table that an answer goes through."""
+_MOST_LISTED = 15
+"""Keys that a word of `--help` may list to be of use."""
+_NOWHERE = "see --help for the sections, --help all for every key"
+_GENERIC = (
+    "enabled", "enable", "device", "type", "params", "_target_", "name", "mode", "config", "freq",
+    "strategy",
+)  # fmt: skip
+"""Words that say something only together with the table that they stand in."""
+_PREFIXES = (
+    "use_", "enable_", "no_", "disable_", "with_", "do_", "hf_", "model_", "training_", "train_", "moe_",
+)  # fmt: skip
 _OF_LAUNCHERS = (
     "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone", "rdzv_backend",
     "rdzv_endpoint", "rdzv_id", "max_restarts",
 )  # fmt: skip
 
 
-def suggest_section(written: str) -> str:
-    """For the name of a table that there is not."""
-    if key := _SECTION_KEYS.get(written.lower()):
-        return f"did you mean {key}?"
-    name = _SECTIONS.get(written.lower(), written)
-    return f"did you mean [{name}]?" if name in SECTIONS else _bracketed(nearest(name, SECTIONS))
+def suggest_section(written: str, table: Mapping[str, Any] | None = None) -> str:
+    """For the name of a table that there is not.
+
+    Args:
+        written: Its name.
+        table: What is in it: what its keys are here.
+    """
+    section = SECTIONS_ELSEWHERE.get(written.lower(), "")
+    is_foreign = bool(section) or written.lower() in ALIASES or written.lower() in NOT_HERE
+    if not is_foreign and (close := _close(written, SECTIONS, 0.5)):
+        return f"did you mean [{close}]?"
+    answers = {suggest(f"{written}.{name}"): name for name in reversed([*_leaves(table or {})])}
+    inside = [(name, answer) for answer, name in reversed(answers.items())]
+    said = [f"{name} is {_meant(answer)}" for name, answer in inside if _meant(answer)]
+    said += [f"{name}: {answer}" for name, answer in inside if not _meant(answer) and not _is_help(answer)]
+    lead = [f"did you mean [{section}]?"] if section else []
+    if not lead and not said:
+        found = ALIASES.get(written.lower())
+        answer = NOT_HERE.get(written.lower()) or f"choose one of {', '.join(SECTIONS)}"
+        return f"did you mean {found}?" if found else answer
+    return " ".join([*lead, "; ".join(said[:_MOST_SAID])]).strip()
+
+
+def _leaves(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The dotted names of the values in a table."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}"
+
+
+def _meant(answer: str) -> str:
+    """The key in an answer that names one."""
+    return answer.removeprefix("did you mean ").removesuffix("?") if answer.startswith("did you mean") else ""
+
+
+def _is_help(answer: str) -> bool:
+    return answer.startswith("see --help")
 
 
 def suggest(written: str, flags: Iterable[str] = ()) -> str:
@@ -128,13 +87,13 @@ def suggest(written: str, flags: Iterable[str] = ()) -> str:
     above, _, last = name.rpartition(".")
     if last in _OF_LAUNCHERS and not above:
         return "it is the launcher's; write it before train.py, or use `fsdmoe train`, which takes both"
-    if last in _ABSENT:
-        return _ABSENT[last]
     known = {key.name: key.name.rpartition(".")[2] for key in all_keys()}
-    found = ALIASES.get(name) or ALIASES.get(last) or (name if name in known else None)
-    if found is None:
-        homes = [key for key, own in known.items() if own == last]
-        found = " or ".join(homes[:3])
+    for tried in _forms(name):
+        if tried in NOT_HERE:
+            return NOT_HERE[tried]
+        if found := ALIASES.get(tried) or (tried if tried in known else ""):
+            return f"did you mean {found}?"
+    found = " or ".join([key for key, own in known.items() if own == last][:3])
     if not found and not above:
         found = _close(f"--{written.lower().replace('_', '-')}", flags, 0.7)
     if not found:
@@ -144,18 +103,37 @@ def suggest(written: str, flags: Iterable[str] = ()) -> str:
         found = _close(name, known, 0.75) or next(
             (key for key, own in known.items() if own == _close(last, known.values(), 0.75)), ""
         )
+    found = found or ALIASES.get(_close(last, ALIASES, 0.85), "")
     return f"did you mean {found}?" if found else _look_for(above, last)
 
 
+def _forms(name: str) -> Iterator[str]:
+    """What to look up for a dotted name: all of it, ever fewer tables before its last part, this in the
+    section that its table is here, without what is put before names elsewhere, and the tables around it."""
+    *tables, last = name.split(".")
+    for start in range(len(tables) + 1):
+        if start < len(tables) or last not in _GENERIC or not tables:
+            yield ".".join([*tables[start:], last])
+    if tables and (section := SECTIONS_ELSEWHERE.get(tables[0])):
+        yield f"{section}.{last}"
+    for prefix in _PREFIXES:
+        if last.startswith(prefix):
+            bare = last.removeprefix(prefix)
+            yield bare
+            yield from (key.name for key in all_keys() if key.name.endswith(f".{bare}"))
+    for table in reversed(tables):
+        if table not in SECTIONS:
+            yield table
+
+
 def _look_for(above: str, last: str) -> str:
-    return f"see --help {above}" if above.partition(".")[0] in SECTIONS else f"see --help {last}, or --help"
+    """Where to look: the section, or a word of the name that some keys have."""
+    if above.partition(".")[0] in SECTIONS:
+        return f"see --help {above.partition('.')[0]}"
+    words = sorted((word for word in last.split("_") if len(word) > 3), key=len, reverse=True)
+    found = [word for word in words if 0 < len(keys_with(word)) <= _MOST_LISTED]
+    return f"see --help {found[0]}, or --help" if found else _NOWHERE
 
 
 def _close(name: str, known: Iterable[str], cutoff: float) -> str:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
-
-
-def _bracketed(text: str) -> str:
-    """The section of an answer by :func:`nearest`, written as in a file."""
-    before, mean, name = text.partition("did you mean ")
-    return f"{before}{mean}[{name.removesuffix('?')}]?" if mean else text

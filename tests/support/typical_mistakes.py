@@ -196,6 +196,24 @@ AT_FIRST_USE = {
     "experts that ep does not divide": Typical(
         "--model.num_experts 7 --mesh.ep 2", "mesh.ep", "choose 1, or another model.num_experts"
     ),
+    "Megatron's auxiliary loss": Typical(
+        "--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff", "experts.balance.micro_batch"
+    ),
+    "Megatron's recomputation": Typical(
+        "--recompute-granularity full", "--recompute-granularity", 'memory.recompute = ["layer"]'
+    ),
+    "torchtitan's schedule": Typical(
+        "--config own.toml", "lr_scheduler", "warmup_steps is optim.warmup_steps",
+        {"own.toml": "[lr_scheduler]\nwarmup_steps = 5\n"},
+    ),
+    "axolotl's datasets": Typical(
+        "--config own.toml", "datasets", "[[data.sources]]",
+        {"own.toml": '[[datasets]]\npath = "a.jsonl"\ntype = "alpaca"\n'},
+    ),
+    "DeepSpeed's offload": Typical(
+        "--config own.toml", "zero_optimization", "fsdp.cpu_offload = true, or optim.state_offload",
+        {"own.toml": '[zero_optimization.offload_optimizer]\ndevice = "cpu"\n'},
+    ),
     "a folder of configurations": Typical("--config .", "--config", "name a file in it: run.toml"),
 }  # fmt: skip
 """Of a trial by somebody who saw the project for the first time. All are found before ranks meet."""
