@@ -36,13 +36,15 @@ def one_of(section: str, values: Mapping[str, Any], choices: Mapping[str, Sequen
     """A line for each of ``values`` that is none of its choices."""
     return [
         f"{section}.{key}: expected one of {', '.join(map(str, known))}, got {values[key]!r}; "
-        f"{_choice_meant(f'{section}.{key}', str(values[key]), list(map(str, known)))}"
+        f"{_choice_meant(f'{section}.{key}', values[key], list(map(str, known)))}"
         for key, known in choices.items()
         if values[key] not in known
     ]
 
 
-def _choice_meant(key: str, written: str, known: Sequence[str]) -> str:
+def _choice_meant(key: str, written: Any, known: Sequence[str]) -> str:
+    if not isinstance(written, str):  # True is no slip of "router"
+        return "choose one of them"
     elsewhere = _BY_ANOTHER_KEY.get((key, written.lower()))
     return elsewhere or choice_like(written, known) or "choose one of them"
 
@@ -83,14 +85,24 @@ def numbers_in(text: str) -> set[int]:
 
 _ELSEWHERE = {
     "zero3": "params", "zero2": "grads", "zero1": "optimizer", "full_shard": "params", "bf16": "bfloat16",
-    "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "adamw_torch": "adamw",
-    "full": "layer",
+    "fp16": "float16", "half": "float16", "fp32": "float32", "adamw_torch": "adamw",
+    "full": "layer", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "fused_adam": "adamw",
+    "constant_with_warmup": "constant", "warmup_stable_decay": "wsd", "float": "float32", "qlora": "lora",
+    "alltoall": "all_to_all", "deepep": "flex", "zero_3": "params", "zero_2": "grads", "zero_1": "optimizer",
+    "shard_grad_op": "grads", "dpo": "preference", "sharegpt": "chat", "messages": "chat", "json": "jsonl",
+    "alpaca": "completion", "instruct": "completion", "ulysses": "all_to_all", "allgather": "all_gather",
+    "rowwise": "fp8_rowwise", "tensorwise": "fp8_tensorwise",
+    "blockwise": "fp8_blockwise",
 }  # fmt: skip
 """What choices are called in other tools."""
 _FP8 = 'weights stay in one of them; for products in fp8 set precision.recipe = "fp8_blockwise"'
 _BY_ANOTHER_KEY = {
     ("precision.param_dtype", "fp8"): _FP8,
     ("precision.param_dtype", "float8"): _FP8,
+    **{
+        ("optim.name", name): 'write "adamw" with optim.moment_dtype = "torchao_8bit"'
+        for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw8bit", "adamw_torch_8bit")
+    },
     ("optim.schedule", "linear"): 'write "wsd" with optim.decay_fraction = 1, which falls linearly',
 }
 """Choices of other tools that are made with another key here."""

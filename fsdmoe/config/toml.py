@@ -43,6 +43,8 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
 def _toml_fix(file: Path, error: str) -> str:
     """What to do about the line that an error of ``tomllib`` names."""
     found = re.search(r"at line (\d+)", error)
+    if other := _other_format(file):
+        return f"it is {other}; write TOML: [section], and key = value below it (configs/quickstart.toml)"
     if found is None:
         return "correct that place"
     line = file.read_text(encoding="utf-8").splitlines()[int(found[1]) - 1].strip()
@@ -51,6 +53,18 @@ def _toml_fix(file: Path, error: str) -> str:
     if re.search(r"\b(None|null)\b", line):
         return f'write "none" in {line!r}, or leave it out'
     return f"correct {line!r}"
+
+
+def _other_format(file: Path) -> str:
+    """What a file that is no TOML is instead, by its name or its first line."""
+    known = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".py": "Python"}
+    if file.suffix.lower() in known:
+        return known[file.suffix.lower()]
+    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    first = next((line for line in lines if not line.startswith("#")), "")
+    if first.startswith("---") or re.match(r"[\w.-]+:(\s|$)", first):
+        return "YAML"
+    return "JSON" if first.startswith("{") else ""
 
 
 def _read_packaged(file: Path) -> dict[str, Any]:

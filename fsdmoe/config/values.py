@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import re
 import tomllib
 import types
 import typing
 from typing import Any, Literal, TypeVar, Union
 
-from fsdmoe.config.keys import table_of
+from fsdmoe.config.keys import all_keys, table_of
 from fsdmoe.config.suggest import suggest
 from fsdmoe.errors import ConfigError
 from fsdmoe.rules import one_of
@@ -143,7 +145,7 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
             converted = _convert(value, choice, key, tried)
             if not tried:
                 return converted
-        return _wrong(value, " or ".join(map(_name, choices)), key, problems)
+        return _wrong(value, " or ".join(map(_name, choices)), key, problems, hint)
     if origin is Literal:
         section, _, name = key.rpartition(".")
         wrong = one_of(section, {name: value}, {name: choices})
@@ -153,7 +155,7 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
         if value == "auto" and value in typing.get_args(choices[0]):  # one of the items that stands alone
             value = [value]
         if not isinstance(value, (list, tuple)):
-            return _wrong(value, "a list", key, problems)
+            return _wrong(value, "a list", key, problems, hint)
         items = [choices[0]] * len(value) if choices[-1] is Ellipsis else list(choices)
         if len(items) != len(value):
             return _wrong(value, f"a list of {len(items)}", key, problems)
@@ -164,7 +166,7 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
         if isinstance(value, hint):  # type: ignore[arg-type]
             return value  # a preset's
         if not isinstance(value, dict):
-            return _wrong(value, "a table", key, problems)
+            return _wrong(value, "a table", key, problems, hint)
         return build_section(hint, value, key, problems)  # type: ignore[arg-type]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -188,15 +190,66 @@ def _name(hint: Any) -> str:
     }.get(hint, "a table" if dataclasses.is_dataclass(hint) else getattr(hint, "__name__", str(hint)))
 
 
-def _wrong(value: Any, wanted: str, key: str, problems: Problems) -> None:
+def _wrong(value: Any, wanted: str, key: str, problems: Problems, hint: Any = None) -> None:
     fix = wanted
     if wanted.startswith("a whole number") and isinstance(value, float) and value.is_integer():
         fix = str(int(value))  # 1e3
     elif wanted == "true or false" and str(value).lower() in _SWITCHES:
         fix = _SWITCHES[str(value).lower()]
-    elif isinstance(value, str):
-        fix = _number_meant(value, wanted) or fix
+    elif (table := table_of(hint)) is not None:
+        fix = _key_inside(value, table, key)
+    elif (item := _item_of(hint)) is not None and wanted.startswith("a list"):
+        fix = _list_of(value, item, key)
+    elif wanted.startswith(("a number", "a whole number")):
+        fix = (_number_meant(value, wanted) if isinstance(value, str) else None) or f"{wanted}{_unit(key)}"
     problems.append(f"{key}: expected {wanted}, got {value!r} ({type(value).__name__}); write {fix}")
+
+
+def _key_inside(value: Any, table: type, key: str) -> str:
+    """For a value where a table should be: the key in it that takes such a value, and its others."""
+    hints = typing.get_type_hints(table)
+    is_switch = isinstance(value, bool)  # asks for all of it, not for the first switch in it
+    fit = [name for name, hint in hints.items() if _fits(value, hint) and not is_switch]
+    first = fit[0] if fit else next(iter(hints))
+    others = ", ".join(name for name in hints if name != first)
+    return f"{key}.{first} = {json.dumps(value) if fit else 'VALUE'} (or another key of it: {others})"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    tried: Problems = []
+    _convert(value, hint, "", tried)
+    return not tried
+
+
+_USUAL = {"memory.recompute": "layer"}
+"""Of lists of choices, the one that most people want."""
+
+
+def _list_of(value: Any, item: Any, key: str) -> str:
+    """For one value where a list should be."""
+    if value is False:
+        return "[] for none"
+    if typing.get_origin(item) is Literal:
+        choices = typing.get_args(item)
+        one = value if value in choices else _USUAL.get(key, choices[0])
+        return f'["{one}"], or a list of others of {", ".join(choices)}'
+    if table_of(item) is not None:
+        return f"a table [[{key}]] for each"
+    example = value if _fits(value, item) else {str: "TEXT", int: 0, float: 0.5}.get(item, "VALUE")
+    return f"[{json.dumps(example)}]"
+
+
+_UNITS = {"seconds": "seconds", "gib": "GiB", "bytes": "bytes"}
+
+
+def _unit(key: str) -> str:
+    """What a number counts, in brackets: by the end of its key, or by what is written about it."""
+    unit = _UNITS.get(key.rpartition("_")[2])
+    if unit is None:
+        text = next((known.text for known in all_keys() if known.name == key), "")
+        unit = re.split(r"[.;] |[.;]$", text)[0]
+        unit = unit[:1].lower() + unit[1:] if unit[1:2].islower() else unit
+    return f" ({unit})" if unit else ""
 
 
 def _number_meant(text: str, wanted: str) -> str | None:

@@ -60,6 +60,26 @@ def test_broken_toml_names_the_place(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "line 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "model:\n  name: x\n", "it is YAML; write TOML: [section]"),
+        ("a.toml", "# mine\nmodel:\n  name: x\n", "it is YAML; write TOML: [section]"),
+        ("a.toml", "---\nlr: 1\n", "it is YAML"),
+        ("ds.json", '{"bf16": {}}', "it is JSON; write TOML"),
+        ("a", '{\n"bf16": {}}', "it is JSON; write TOML"),
+        ("a.toml", "[train]\nsteps = = 4\n", "correct 'steps = = 4'"),
+    ],
+)
+def test_a_file_of_another_format_is_called_what_it_is(
+    name: str, text: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    problems: list[str] = []
+    assert read_toml(str(tmp_path / name), problems) == {}
+    assert said in problems[0]
+
+
 def test_what_an_earlier_version_printed_still_loads() -> None:
     written = tomllib.loads(PRINTED.read_text())
     config, problems = build(written, world=64)
