@@ -151,7 +151,9 @@ MISTAKES = {
     "nothing to evaluate on": Mistake(
         ("data.holdout: expected a fraction above 0",), ("--data.holdout", "0")
     ),
-    "fp8 on a CPU": Mistake(("precision.param_dtype: expected one of",), ("--precision.param_dtype", "float8")),
+    "fp8 on a CPU": Mistake(
+        ("precision.param_dtype: expected one of",), ("--precision.param_dtype", "float8")
+    ),
     "an exception in a step": Mistake(
         ("ZeroDivisionError in step 3: division by zero", "see its traceback"),
         code=1,

@@ -67,10 +67,13 @@ SAMPLE = [
                 "mixtral",
                 Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute=("layer",), chunks=3),
             ),
+            (
+                "qwen3_moe",
+                Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer", recompute=("norms",)),
+            ),
         )
     ),
     ("deepseek_v3", Layout(MeshConfig(cp=4, ep=2), "all_gather")),
-    ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer", recompute=("norms",))),
     ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2, chunks=2)),
     (
         "deepseek_v3",
@@ -81,11 +84,11 @@ SAMPLE = [
 ]
 # Documents that are longer than the model was trained on, and shorter ones in the same rows.
 SCALED = [
-    ("glm4_moe", Layout(MeshConfig(cp=2, ep=2), "ring")),
     ("gpt_oss", Layout(MeshConfig(cp=2, tp=2, ep=2, etp=2), "ring", recompute=("norms",))),
     *(
         pytest.param(family, layout, marks=pytest.mark.full)
         for family, layout in (
+            ("glm4_moe", Layout(MeshConfig(cp=2, ep=2), "ring")),
             ("glm4_moe", Layout(MeshConfig(dp_shard=2, ep=2), micro_batches=2, recompute=("norms",))),
             ("glm4_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "all_gather", recompute=("layer",))),
             ("glm4_moe", Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True, max_tokens=6)),

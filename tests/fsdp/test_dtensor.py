@@ -58,8 +58,10 @@ def test_a_model_of_dtensors_trains_as_one_process_does(way: str, optimizer: str
     "fsdp",
     [
         {"lean": True},
-        {"cpu_offload": True},
-        *(pytest.param(each, marks=pytest.mark.full) for each in ({"debug": True}, {"shard": "optimizer"})),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ({"cpu_offload": True}, {"debug": True}, {"shard": "optimizer"})
+        ),
     ],
     ids=str,
 )

@@ -63,7 +63,6 @@ def train_both(case: Case, steps: int, dtype: str, scale: str) -> tuple[float, f
 # cp shards like dp here: every rank of this model brings tokens of its own.
 SAMPLE: list[tuple[int, dict[str, int], dict[str, Any]]] = [
     (1, {}, {}),
-    (3, {}, {}),
     (4, {"dp_outer": 2, "ep": 2}, {"micro_batches": 2}),
     (4, {"tp": 2, "etp": 2}, {}),
 ]
@@ -81,7 +80,7 @@ def test_weights_follow_the_reference_on_one_process(
 
 
 WHOLE: list[tuple[int, dict[str, int], dict[str, Any]]] = [
-    *SAMPLE[2:],
+    *SAMPLE[1:],
     *((world, {}, {}) for world in range(2, 9)),
     (2, {"tp": 2}, {}),
     (2, {"etp": 2}, {}),

@@ -66,7 +66,9 @@ CASES = {
 
 
 # Others do the same, and more.
-IN_FULL = ("tied embedding and head", "a layer called twice", "layers recomputed one by one", "lean")
+IN_FULL = ("tied embedding and head", "a layer called twice", "a layer called twice in a row",
+           "layers recomputed one by one", "layers recomputed in pairs", "layers return mappings",
+           "experts in host memory", "lean", "lean, accumulated")  # fmt: skip
 
 
 @pytest.mark.parametrize(

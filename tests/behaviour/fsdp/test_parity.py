@@ -45,8 +45,8 @@ def check(world_size: int, case: Case) -> None:
 
 LONG = ("two ranks",)
 # In the matrix, but for the order of the micro-batches; or a part of a larger layout.
-IN_FULL = ("optimizer state sharded only", "recomputed layers", "experts split",
-           "eight ranks, replicas, experts split, recomputed")  # fmt: skip
+IN_FULL = ("optimizer state sharded only", "recomputed layers", "experts split", "experts fill the world",
+           "accumulation", "replicas", "eight ranks, replicas, experts split, recomputed")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,11 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
 LAYOUTS = [
     # The layout with data parallelism below splits its rows alike.
     pytest.param("qwen3_moe", Layout(MeshConfig(cp=2), "ring"), marks=pytest.mark.full),
-    ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",), chunks=2)),
+    pytest.param(
+        "mixtral",
+        Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",), chunks=2),
+        marks=pytest.mark.full,
+    ),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2, chunks=3)),
     pytest.param(
@@ -121,7 +125,8 @@ LAYOUTS = [
     pytest.param("qwen3_moe", Layout(MeshConfig(tp=2)), marks=pytest.mark.full),
     ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=("layer",))),
     ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), clones=2)),
-    ("qwen2_moe", Layout(MeshConfig(tp=2, ep=2))),  # a gated shared expert in the block
+    # a gated shared expert in the block
+    pytest.param("qwen2_moe", Layout(MeshConfig(tp=2, ep=2)), marks=pytest.mark.full),
     ("granite_shared", Layout(MeshConfig(tp=2, ep=2))),  # and one beside it
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
     ("llama dynamic", Layout(MeshConfig(cp=2), "ring")),

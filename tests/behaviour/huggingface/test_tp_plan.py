@@ -72,7 +72,7 @@ def trains(family: str, optimizer: str, folder: str) -> tuple[set[str], dict[str
 @pytest.mark.parametrize(
     ("family", "optimizer"),
     [
-        ("llama", "sgd"),
+        pytest.param("llama", "sgd", marks=pytest.mark.full),  # the same plan without experts
         ("qwen3_moe", "sgd"),
         # SGD sees the scale of gradients, which is what a plan could get wrong.
         pytest.param("qwen3_moe", "adamw", marks=pytest.mark.full),
