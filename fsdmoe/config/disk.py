@@ -10,6 +10,7 @@ from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.config.checks import Findings, asked
 from fsdmoe.config.schema import Config
+from fsdmoe.config.weights import weight_problems
 from fsdmoe.data.files import why_not_writable
 from fsdmoe.data.sources import data_problems
 from fsdmoe.data.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) ->
         if why := why_not_writable(folder, make=not only_looks):
             line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"
             found.append(((key,), line))
-    found += _pickled_findings(config)
+    found += _pickled_findings(config) + _weight_findings(config)
     return found + (_start_findings(config) if is_plan else _load_findings(config))
 
 
@@ -77,6 +78,16 @@ def _pickled_findings(config: Config) -> Findings:
         f"AutoModelForCausalLM.from_pretrained({hf!r}).save_pretrained(NEW_FOLDER)"
     )
     return [(("model.hf",), line)]
+
+
+def _weight_findings(config: Config) -> Findings:
+    """Weights of the model's folder that are not whole, where the run is to start from them."""
+    hf = config.model.hf
+    if hf is None or config.model.random_weights or _has_begun(config):
+        return []
+    if config.checkpoint.load not in ("latest", "none"):
+        return []
+    return [(("model.hf",), line) for line in weight_problems(Path(hf).expanduser())]
 
 
 def _load_findings(config: Config) -> Findings:

@@ -25,6 +25,8 @@ _DEFAULT_GLOBS: dict[str, tuple[str, ...]] = {
 # Left out of the standard-library corpus: third-party packages, compiled files, and tests, some of which are
 # deliberately broken source or not UTF-8.
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
+_LARGEST_POINTER = 1024
+"""Bytes; those of git-lfs have some 130."""
 OFFSETS_SUFFIX = ".offsets.npy"
 
 
@@ -98,6 +100,16 @@ def _search(root: Path, patterns: tuple[str, ...]) -> list[tuple[Path, str]]:
     return [(p, p.relative_to(root).as_posix()) for p in found]
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is the few lines that git leaves in place of one that git-lfs has not fetched."""
+    try:
+        if path.stat().st_size > _LARGEST_POINTER:
+            return False
+        return path.read_bytes().startswith(b"version https://git-lfs.github.com/")
+    except OSError:
+        return False
+
+
 def _describe(key: str, path: Path, label: str) -> SourceFile:
     try:
         stat = path.stat()
@@ -108,6 +120,11 @@ def _describe(key: str, path: Path, label: str) -> SourceFile:
         ) from error
     if not readable:
         raise ConfigError(f"{key}.path: cannot read {path}; check its permissions")
+    if stat.st_size <= _LARGEST_POINTER and is_lfs_pointer(path):
+        raise ConfigError(
+            f"{key}.path: {path} is a pointer of git-lfs, not the data; run `git lfs pull` in "
+            f"{path.parent}, or download it again"
+        )
     return SourceFile(path, label, stat.st_size, stat.st_mtime_ns)
 
 

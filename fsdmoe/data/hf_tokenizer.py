@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fsdmoe.data.files import is_lfs_pointer
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.errors import ConfigError
 
@@ -92,6 +93,11 @@ def _load(path: Path, content: bytes) -> _Backend:
     try:
         backend = _Backend.from_str(content.decode())
     except Exception as error:  # the library raises bare Exception for anything it cannot read
+        if is_lfs_pointer(path):
+            raise ConfigError(
+                f"data.tokenizer: {path} is a pointer of git-lfs, not the tokenizer; run `git lfs pull` in "
+                f"{path.parent}, or download it again"
+            ) from error
         raise ConfigError(
             f"data.tokenizer: {path} is not a readable tokenizer.json ({error}); download that file "
             "of your model again"

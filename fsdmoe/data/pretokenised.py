@@ -38,6 +38,7 @@ from fsdmoe.errors import ConfigError
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
 _SCAN_TOKENS = 1 << 24
+_LOOK_TOKENS, _LEAST_TOKENS = 4096, 64
 
 Extremes = dict[str, tuple[int, str]]
 """The lowest and the highest id, and where they stand."""
@@ -62,6 +63,8 @@ def _open_tokens(key: str, source: SourceConfig, path: Path, opener: Opener) -> 
                 f"{key}.dtype: the size of {path} is no multiple of {dtype.itemsize} bytes, so it was not "
                 f"written as {source.dtype}; {_other_dtype(path)}"
             )
+        if dtype.itemsize == 2:
+            _refuse_halves(key, path)
         return TokenFile(path, dtype.str, opener)
     if path.suffix != ".npy":
         raise ConfigError(
@@ -141,10 +144,30 @@ def _refuse_unknown_ids(extremes: Extremes, vocab_size: int) -> None:
     for number, where in extremes.values():
         if not 0 <= number < vocab_size:
             fix = f", or set data.vocab_size and model.vocab_size to {number + 1} or more" * (number >= 0)
+            if number >= 2**16 and _fits_uint16(Path(where.rpartition(", token ")[0]), vocab_size):
+                raise ConfigError(
+                    f"data.dtype: {where} is {number} as uint32, which is no id of a vocabulary of "
+                    f'{vocab_size}, but read as uint16 all are; set data.dtype = "uint16"'
+                )
             raise ConfigError(
                 f"data.vocab_size: expected token ids from 0 to {vocab_size - 1}, got {number} in {where}; "
                 f"name the tokenizer that wrote them with data.tokenizer{fix}"
             )
+
+
+def _fits_uint16(path: Path, vocab_size: int) -> bool:
+    """Whether the first ids of a .bin file are those of the vocabulary if they have 16 bits each."""
+    return path.suffix == ".bin" and bool((np.fromfile(path, "<u2", _LOOK_TOKENS) < vocab_size).all())
+
+
+def _refuse_halves(key: str, path: Path) -> None:
+    """Ids of 32 bits that are read as two of 16 have a zero in every second place."""
+    ids = np.fromfile(path, "<u2", _LOOK_TOKENS)
+    if len(ids) >= _LEAST_TOKENS and not ids[1::2].any() and ids[::2].any():
+        raise ConfigError(
+            f"{key}.dtype: every second id of {path} is 0 as uint16, so it was written as uint32; set "
+            f'{key}.dtype = "uint32"'
+        )
 
 
 def _note_extremes(extremes: Extremes, path: Path, array: TokenFile | npt.NDArray[Any]) -> None:

@@ -40,6 +40,27 @@ def test_the_folders_tokenizer_is_the_default(folder: Path, capsys: pytest.Captu
     assert "data.tokenizer" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_pointer_of_git_lfs_is_refused_before_anything_is_built(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 4000000000\n"
+    (folder / "hf/model.safetensors").write_text(pointer)
+    said = f"model.hf: {folder}/hf/model.safetensors is a pointer of git-lfs, not the weights; run `git lfs"
+    if more:
+        assert [
+            line for line in load_config(arguments(folder, *text(folder), *more)).problems if said in line
+        ]
+        return
+    with pytest.raises(SystemExit):
+        load_config(arguments(folder, *text(folder)))
+    assert said in capsys.readouterr().err
+    (folder / "hf/tokenizer.json").write_text(pointer)
+    with pytest.raises(SystemExit):
+        load_config(arguments(folder, *text(folder)))
+    assert "tokenizer.json is a pointer of git-lfs, not the tokenizer; run" in capsys.readouterr().err
+
+
 def test_another_tokenizer_warns_and_a_copy_of_it_does_not(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

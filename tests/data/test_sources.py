@@ -240,6 +240,21 @@ BAD_FILES = {
         {"a.npy": "no"},
         r"data\.path: .*a\.npy is not a readable",
     ),
+    "a pointer of git-lfs": (
+        {"kind": "text", "path": "a.txt"},
+        {"a.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"},
+        r"data\.path: .*a\.txt is a pointer of git-lfs, not the data; run `git lfs pull` in ",
+    ),
+    "ids of 16 bits read as 32": (
+        {"kind": "tokens", "path": "a.bin", "dtype": "uint32"},
+        {"a.bin": b"\x05\x00\x07\x00" * 100},
+        r'data\.dtype: .* but read as uint16 all are; set data\.dtype = "uint16"',
+    ),
+    "ids of 32 bits read as 16": (
+        {"kind": "tokens", "path": "a.bin"},
+        {"a.bin": b"\x05\x00\x00\x00" * 200},
+        r'data\.dtype: every second id of .*a\.bin is 0 as uint16, .* set data\.dtype = "uint32"',
+    ),
     "odd size": ({"kind": "tokens", "path": "a.bin"}, {"a.bin": b"abc"}, r"data\.dtype: .*a\.bin"),
     "wrong suffix": (
         {"kind": "tokens", "path": "a.txt"},
