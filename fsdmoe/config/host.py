@@ -39,7 +39,7 @@ def meeting_problems() -> list[str]:
     except OSError as error:
         fix = "set it to the name or address of the host of rank 0"
         return [f"MASTER_ADDR: expected a host that is known here, got {address!r} ({error.strerror}); {fix}"]
-    if os.environ.get("RANK") == "0" and _is_taken(int(port)):
+    if os.environ.get("RANK") == "0" and is_taken(int(port)):
         return [
             f"MASTER_PORT: expected a free port, got {port}, which another program listens on; choose "
             "another, alike on all ranks (torchrun --standalone finds one)"
@@ -53,7 +53,8 @@ def _has_group() -> bool:
     return torch is not None and torch.distributed.is_initialized()
 
 
-def _is_taken(port: int) -> bool:
+def is_taken(port: int) -> bool:
+    """Whether a program of this host listens on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -27,7 +27,7 @@ from fsdmoe.config import CommandLine, Config, load_config
 from fsdmoe.config.checks import Findings, mesh_problems
 from fsdmoe.config.command_line import CHECKED
 from fsdmoe.config.elastic import fit_mesh
-from fsdmoe.config.host import num_gpus
+from fsdmoe.config.host import is_taken, num_gpus
 from fsdmoe.failures import TRY_AGAIN
 
 _OPTIONS = (
@@ -108,6 +108,18 @@ def option_problems(options: Mapping[str, str], hosts: Sequence[str]) -> list[st
     return []
 
 
+def _port_problems(port: str | None) -> list[str]:
+    """Why the ranks of this host alone could not meet at the port that was written."""
+    if port is None:
+        return []
+    if not port.isdecimal() or int(port) >= 2**16:
+        return [f"--master-port: expected a number below 65536, got {port!r}; write one, or leave it out"]
+    if is_taken(int(port)):
+        line = f"--master-port: expected a free port, got {port}, which another program listens on; "
+        return [f"{line}choose another, or leave it out, which finds one"]
+    return []
+
+
 def meeting_problems(options: Mapping[str, str], num_hosts: int) -> list[str]:
     """Why the launchers could not meet. Waits for a host that has no address yet, as torchrun would, since a
     cluster may be about to give it one; but says so."""
@@ -117,7 +129,7 @@ def meeting_problems(options: Mapping[str, str], num_hosts: int) -> list[str]:
             f"--rdzv-endpoint: expected a host and port where {num_hosts} hosts meet, got none; write "
             "--rdzv-backend c10d --rdzv-endpoint HOST:29400, alike on all of them"
         )
-        return [line] if num_hosts > 1 else []
+        return [line] if num_hosts > 1 else _port_problems(options.get("--master-port"))
     written = options[option]
     host = (written.rpartition(":")[0] if option == "--rdzv-endpoint" else "") or written
     said = ""
@@ -192,7 +204,8 @@ def _start_ranks(options: dict[str, str], arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    alone = [] if any(option in options for option in _MEETING) else ["--standalone"]
+    # With --standalone torchrun would pass over the port.
+    alone = [] if any(option in options for option in (*_MEETING, "--master-port")) else ["--standalone"]
     given = [word for option in options.items() for word in option if word]
     os.environ[CHECKED] = "1"
     if options.get("--max-restarts", "0") != "0":

@@ -52,6 +52,7 @@ def test_a_refused_configuration_starts_no_rank(
         (["--nproc-per-node", "many"], "--nproc-per-node: expected a number above 0, gpu, cpu or auto, got"),
         (["--nproc-per-node", "gpu"], "--nproc-per-node: expected a host with GPUs, got gpu where there is"),
         (["--nnodes", "2:1"], "--nnodes: expected a number above 0 or MIN:MAX, got '2:1'; write 2, or 1:2"),
+        (["--nproc-per-node", "2", "--master-port", "auto"], "--master-port: expected a number below 65536"),
         (["--nnodes", "2"], "--rdzv-endpoint: expected a host and port where 2 hosts meet, got none; write"),
     ],
 )
@@ -62,6 +63,16 @@ def test_an_option_of_the_launcher_is_refused_by_its_name(
     monkeypatch.setattr(ranks, "_start_ranks", lambda *_: pytest.fail("started"))
     assert ranks.launch([*words, *QUICK]) == 2
     assert capsys.readouterr().err.startswith(f"fsdmoe: {said}")
+
+
+def test_a_port_that_another_program_listens_on_is_refused() -> None:
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        (line,) = ranks.meeting_problems({"--master-port": port}, 1)
+    assert line.startswith(f"--master-port: expected a free port, got {port}, which another program")
+    assert ranks.meeting_problems({"--master-port": port}, 1) == []
 
 
 def test_a_host_without_an_address_is_named_at_once_and_refused_in_the_end(
