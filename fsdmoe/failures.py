@@ -108,8 +108,18 @@ def report_crash(
             "fsdp.cpu_offload, or use more ranks (docs/faq.md)"
         )
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = f"free some space in {folder}, or name another train.output_dir"
+        place = Path(error.filename).parent if isinstance(error.filename, str) else folder
+        advice = f"{free_some(place or Path())}, or name another train.output_dir"
     report_error(f"{type(error).__name__}{where}: {error}; {advice}", folder, received)
+
+
+def free_some(folder: Path) -> str:
+    """What to do about a full disk, which may lack files that it can name (inodes) instead of space."""
+    with suppress(OSError):
+        facts = os.statvfs(next(place for place in (folder, *folder.parents) if place.exists()))
+        if facts.f_files and not facts.f_favail and facts.f_bavail:
+            return f"delete some files in {folder}, whose disk has space but no inodes left (df -i)"
+    return f"free some space in {folder}"
 
 
 def report_lost_peer(message: str, folder: Path | None = None, received: Sequence[int] = ()) -> None:

@@ -15,11 +15,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fsdmoe.data.store import META, read_meta
 from fsdmoe.errors import ConfigError
+from fsdmoe.failures import free_some
 
 _POLL_SECONDS = 0.1
 _SAY_WAITING_AFTER = 5.0
@@ -40,6 +41,8 @@ def open_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     if read_meta(folder) is not None:
         return folder
     asked_at = time.time()
+    with naming_full_disk(root):
+        (root / f"{key}.lock").touch()
     with _lock(root / f"{key}.lock", key) as waited:
         if read_meta(folder) is not None:
             return folder
@@ -48,11 +51,25 @@ def open_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
             raise ConfigError(*failed.read_text().splitlines())
         failed.unlink(missing_ok=True)
         try:
-            _build(folder, root / f"{key}.building", build)
+            with naming_full_disk(root):
+                _build(folder, root / f"{key}.building", build)
         except ConfigError as error:
-            failed.write_text(str(error))
+            with suppress(OSError):  # on a full disk those who waited find it out themselves
+                failed.write_text(str(error))
             raise
     return folder
+
+
+@contextmanager
+def naming_full_disk(root: Path) -> Iterator[None]:
+    """What cannot be written for want of space is said with the key that says where it goes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        fix = f"{free_some(root)}, or set another"
+        raise ConfigError(f"data.cache_dir: no space left in {root}; {fix}") from error
 
 
 def _build(folder: Path, partial: Path, build: Callable[[Path], None]) -> None:
@@ -67,12 +84,6 @@ def _build(folder: Path, partial: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         partial.rename(folder)
         _sync(folder.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConfigError(
-                f"data.cache_dir: no space left in {folder.parent}; free some or set another"
-            ) from error
-        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -8,6 +8,8 @@ However many layers there are, the tags are the same 22; single layers are in ``
 of a row are written in one event. A thread of TensorBoard's writes the file.
 """
 
+import functools
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,12 +28,26 @@ _GROWTH = 1.5
 shows the whole run."""
 
 
+@functools.cache  # once a process
+def _leave_errors_to_caller() -> None:
+    """Print no traceback of TensorBoard's thread: its next call raises the error here, where it is told what
+    to do about it (a full disk, say)."""
+    shown = threading.excepthook
+
+    def show_others(failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__module__ != EventFileWriter.__module__:
+            shown(failure)
+
+    threading.excepthook = show_others
+
+
 class Board:
     """Writes event files. A resumed run hides what an earlier start wrote after the resumed step, and goes on
     with the heat map: its counts are kept next to the events, in ``expert_load.npz``."""
 
     def __init__(self, folder: Path, *, start_step: int, heatmap_interval: int, heatmap_columns: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        _leave_errors_to_caller()
         self._writer = EventFileWriter(str(folder))
         # Readers drop everything from this step on that came before.
         start = Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -174,3 +175,17 @@ def test_nothing_in_a_store_is_pickled(tmp_path):
     names = {path.name for path in folder.iterdir()}
     assert names == {"tokens.bin", "offsets.bin", "hashes.bin", "meta.json"}
     assert json.loads((folder / "meta.json").read_text())["files"]["tokens.bin"] == 16
+
+
+def test_a_full_disk_names_the_cache_even_if_no_message_can_be_left(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(
+        ConfigError, match=r"^data\.cache_dir: no space left in .*; free some space in .*another$"
+    ):
+        open_or_build(tmp_path, "key", full)
+    monkeypatch.setattr(Path, "touch", full)
+    with pytest.raises(ConfigError, match=r"^data\.cache_dir: no space left in "):
+        open_or_build(tmp_path, "other", full)

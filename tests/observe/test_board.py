@@ -1,13 +1,15 @@
 """Event files, read back through TensorBoard's own reader."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-from fsdmoe.observe.board import Board
+from fsdmoe.observe.board import Board, _leave_errors_to_caller
 from fsdmoe.observe.charts import load_picture
 
 LOADS = {"layers.1": torch.tensor([3.0, 1.0, 0.0, 4.0])}
@@ -136,3 +138,25 @@ def test_the_heat_map_of_a_resumed_run_goes_on(tmp_path):
     steps(tmp_path / "resumed", 1, 6)
     age(tmp_path / "resumed")
     assert steps(tmp_path / "resumed", 7, 13, start_step=6) == whole
+
+
+def test_what_its_thread_cannot_write_is_raised_here_and_printed_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    _leave_errors_to_caller.cache_clear()
+    monkeypatch.setattr(RecordWriter, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        make_board(tmp_path)
+    _leave_errors_to_caller.cache_clear()
+    for thread in threading.enumerate():
+        if type(thread).__module__ == RecordWriter.__module__.replace("record_writer", "event_file_writer"):
+            thread.join(10)
+    assert "Traceback" not in capsys.readouterr().err
+    other = threading.Thread(target=full)
+    other.start()
+    other.join()
+    assert "Traceback" in capsys.readouterr().err, "of other threads it is"
