@@ -21,7 +21,7 @@ from fsdmoe.checkpoint.agree import from_first, world
 from fsdmoe.checkpoint.api import LoadPolicy, load_first
 from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
-from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.memory_copies import MemoryCopies
 from fsdmoe.checkpoint.saver import Parts, Saver, SaveRecord
@@ -158,7 +158,11 @@ class Checkpointer(Saver):
             yield
         except CheckpointError as error:
             fix = "name another one in checkpoint.load, or set it to none to start anew"
-            error.args = (f"checkpoint.load = {self.config.load}: {error}\n  nothing was changed; {fix}",)
+            text = f"{error}\n  nothing was changed; {fix}"
+            if isinstance(error, DamagedCheckpointError):
+                text = f"{error}; {fix} (a folder of checkpoints takes its newest whole one)"
+                text += "\n  nothing was changed"
+            error.args = (f"checkpoint.load = {self.config.load}: {text}",)
             raise
 
     def _load(self, parts: Parts) -> Tree | None:

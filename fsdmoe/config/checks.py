@@ -83,6 +83,7 @@ def _attention_problems(config: Config, world_size: int) -> Findings:
     widths = (model.intermediate_size,) if model.first_k_dense_replace else ()
     found = asked(
         check_tensor_parallel, tp, heads=heads, vocab_size=model.vocab_size, widths=widths,
+        num_ranks=world_size,
         keys=("mesh.tp", "model.preset", "model.num_attention_heads", "model.vocab_size"),
     )  # fmt: skip
     return found + asked(

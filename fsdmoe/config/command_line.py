@@ -224,11 +224,11 @@ def _refuse_beside_run(
     flags: Mapping[str, str], overrides: Mapping[str, str | None], problems: Problems
 ) -> None:
     if "--config" in flags:
-        problems.append("--run: expected no --config with it, a run has its own configuration; drop one")
+        problems.append("--resume: expected no --config with it, a run has its own configuration; drop one")
     if "train.output_dir" in overrides:
         problems.append(
-            "--run: expected no --train.output_dir with it, the run goes on in its folder; for another run "
-            f"of the same configuration write --config {flags['--run']}/{KEPT} --train.output_dir FOLDER"
+            "--resume: expected no --train.output_dir with it, the run goes on in its folder; for another "
+            f"run of the same configuration write --config {flags['--run']}/{KEPT} --train.output_dir FOLDER"
         )
 
 

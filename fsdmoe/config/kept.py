@@ -140,13 +140,10 @@ def open_run(folder: str, problems: Problems) -> tuple[dict[str, Any], dict[str,
     root = Path(folder).expanduser()
     if not root.exists():
         fix = near_file(folder.rstrip("/")) or "name one that is there"
-        problems.append(f"--run: expected the folder of a run, got {folder!r}, which is not there; {fix}")
+        problems.append(f"--resume: expected the folder of a run, got {folder!r}, which is not there; {fix}")
         return {}, {}
     if not (root / KEPT).is_file():
-        problems.append(
-            f"--run: expected the folder of a run, got {folder!r}, which has no {KEPT}; name another, or "
-            f"resume a run of an earlier version by --config FILE --train.output_dir {folder}"
-        )
+        problems.append(f"--resume: expected the folder of a run, got {folder!r}, {_no_run(root, folder)}")
         return {}, {}
     mapping = read_toml(str(root / KEPT), problems)
     train, checkpoint = (mapping.setdefault(name, {}) for name in ("train", "checkpoint"))
@@ -158,6 +155,21 @@ def open_run(folder: str, problems: Problems) -> tuple[dict[str, Any], dict[str,
     if load in ("none", "latest") or os.path.abspath(os.path.expanduser(load)).startswith(own + os.sep):
         checkpoint |= {"load": "latest", "load_only_model": False}
     return mapping, kept_origins((root / KEPT).read_text(encoding="utf-8"))
+
+
+def _no_run(root: Path, folder: str) -> str:
+    """What a folder without a kept configuration is instead, and what to do with it."""
+    if root.is_file():
+        return f"a file; name the folder of its run, or write --config {folder}"
+    if (root / "config.json").is_file():
+        return f"a model of Hugging Face; write --model.hf {folder} to train it"
+    run = next((above for above in root.resolve().parents if (above / KEPT).is_file()), None)
+    if run is not None:
+        return f"which is inside of the run {run}; write --resume {run}"
+    return (
+        f"which has no {KEPT}; name another, or resume a run of an earlier version by --config FILE "
+        f"--train.output_dir {folder}"
+    )
 
 
 def write_kept(folder: Path, text: str) -> None:

@@ -312,7 +312,7 @@ def _misplaced_options(key: str, source: SourceConfig) -> list[str]:
     return problems + [
         f"{key}.{option}: belongs to {key}.{other}, which is not set; remove it"
         for option in kept
-        if option in set_here
+        if option in set_here and not getattr(source, other)
     ]
 
 

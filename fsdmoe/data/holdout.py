@@ -39,8 +39,8 @@ class Holdout:
         if table.num_training_documents == 0:
             raise ConfigError(
                 f"data.holdout: all {store.num_documents} document(s) of {store.name} are held out and "
-                "none is left to train on; cut the files into documents (data.separator), add some, or set "
-                "data.holdout = 0"
+                "none is left to train on; cut the files into documents (data.separator; of token ids "
+                "data.document_end, or a file x.offsets.npy next to x.npy), add some, or set data.holdout = 0"
             )
         return table
 

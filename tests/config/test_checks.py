@@ -71,7 +71,7 @@ RULES: dict[str, tuple[Callable[[], object], dict[str, dict[str, Any]], int]] = 
     ),
     "held-out rows": (lambda: require_holdout(0.0), {"data": {"holdout": 0.0}}, 1),
     "heads over tp": (
-        lambda: check_tensor_parallel(3, heads=(4, 2), vocab_size=264), {"mesh": {"tp": 3}}, 3,
+        lambda: check_tensor_parallel(3, heads=(4, 2), vocab_size=264, num_ranks=3), {"mesh": {"tp": 3}}, 3,
     ),
     "heads over cp": (
         lambda: heads_of_ranks(4, 2, 8),

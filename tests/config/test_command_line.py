@@ -15,6 +15,7 @@ from fsdmoe.memory.config import MemoryConfig
 from tests.support.scripts import IMPORTS_ROOT, run_program
 
 ROOT = Path(__file__).parents[2]
+HF = ROOT / "configs/qwen3-30b-a3b"
 WITHOUT_TORCH = """
 import os, runpy, sys
 class Loading:
@@ -38,9 +39,14 @@ runpy.run_path("train.py", run_name="__main__")
         (["--world", "8"], "--world: only plans"),
         (["--run", str(ROOT / "tests")], "which has no config.toml"),
         (["--resume", "no/run"], "expected the folder of a run, got 'no/run', which is not there"),
-        (["--run", "no/run"], "--run: expected the folder of a run, got 'no/run', which is not there"),
+        (
+            ["--resume", str(HF)],
+            f"--resume: expected the folder of a run, got '{HF}', a model of Hugging Face; ",
+        ),
+        (["--resume", __file__], "a file; name the folder of its run"),
+        (["--run", "no/run"], "--resume: expected the folder of a run, got 'no/run', which is not there"),
         (["--run", f"{ROOT}/testss"], f"which is not there; did you mean {ROOT}/tests?"),
-        (["--run", "x", "--config", "y.toml"], "--run: expected no --config with it"),
+        (["--run", "x", "--config", "y.toml"], "--resume: expected no --config with it"),
         (["--run", "x", "--train.output_dir", "y"], "write --config x/config.toml --train.output_dir FOLDER"),
         (["--files-elsewhere"], "--files-elsewhere: only plans"),
         (["--gpu", "48"], "--gpu: only plans"),

@@ -42,6 +42,10 @@ BAD = {
         {"kind": "chat", "path": "a", "split": "b"},
         r"data\.split: belongs to data\.dataset",
     ),
+    "a path and a dataset": (
+        {"kind": "chat", "path": "a", "dataset": "b", "glob": "c"},
+        r"data\.dataset: expected a path or a dataset, got 'a' and 'b'; remove one$",
+    ),
     "a glob of a dataset": (
         {"kind": "chat", "dataset": "a", "glob": "b"},
         r"data\.glob: belongs to data\.path",
