@@ -17,7 +17,14 @@ from pathlib import Path
 from fsdmoe.config import CommandLine, load_config
 from fsdmoe.errors import ConfigError
 from fsdmoe.launch import kubernetes, ray_train, skypilot, slurm
-from fsdmoe.launch.job import DEFAULT_GPU, ClusterJob, mesh_warnings, require_mesh, write_files
+from fsdmoe.launch.job import (
+    DEFAULT_GPU,
+    ClusterJob,
+    mesh_warnings,
+    require_mesh,
+    storage_warnings,
+    write_files,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,14 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         job, command = read_job(options, rest)
         require_mesh(job, command.config)
-        for line in mesh_warnings(job, command, options.gpu):
+        warnings = mesh_warnings(job, command, options.gpu)
+        if options.on in _RUN_ELSEWHERE:
+            warnings += storage_warnings(command.config, options.shared)
+        for line in warnings:
             print(f"fsdmoe: warning: {line}", file=sys.stderr)
-        if options.on in _RUN_ELSEWHERE and not options.shared:
-            print(
-                "fsdmoe: warning: --shared: expected storage that outlives a node, got none: unless "
-                "the run saves to such a place by itself, one that loses its nodes begins anew",
-                file=sys.stderr,
-            )
         files, submission = _WRITERS[options.on](job, options)
     except ConfigError as error:
         print(*(f"fsdmoe: {line}" for line in error.problems), sep="\n", file=sys.stderr)

@@ -6,7 +6,8 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from posixpath import normpath
 
 from fsdmoe.config import CommandLine, Config
 from fsdmoe.errors import ConfigError
@@ -104,6 +105,27 @@ def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str | None) -
                 f"{key} so that it stays within {domain} ranks{unless}"
             )
     return lines
+
+
+def storage_warnings(config: Config, shared: str) -> list[str]:
+    """Where checkpoints would be lost with a node that has only ``shared`` (NAME:FOLDER) in common with
+    others."""
+    key = "checkpoint.folder" if config.checkpoint.folder else "train.output_dir"
+    folder = config.checkpoint.folder.removeprefix("file://") or config.train.output_dir
+    if "://" in folder:
+        return []
+    mount = shared.partition(":")[2]
+    if not mount:
+        return [
+            "--shared: expected storage that outlives a node, got none: unless the run saves to such a place "
+            "by itself, one that loses its nodes begins anew"
+        ]
+    if PurePosixPath(normpath(folder)).is_relative_to(normpath(mount)):
+        return []
+    return [
+        f"{key}: expected a folder in {mount}, which --shared mounts, got {folder!r}: checkpoints would be "
+        f"lost with a node; write --{key} {mount.rstrip('/')}/{PurePosixPath(folder).name}"
+    ]
 
 
 def write_files(job: ClusterJob, files: Sequence[tuple[str, str]]) -> list[Path]:

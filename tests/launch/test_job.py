@@ -51,6 +51,25 @@ def test_a_job_whose_output_is_a_mount_of_the_nodes_is_written_here(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("saves_to", "warned"),
+    [
+        ("--train.output_dir=runs/x", "train.output_dir: expected a folder in /shared"),
+        ("--train.output_dir=/shared/../x", "write --train.output_dir /shared/x"),
+        ("--checkpoint.folder=/sharedx", "checkpoint.folder: expected a folder in /shared"),
+        ("--train.output_dir=/shared/x", ""),
+        ("--checkpoint.folder=s3://bucket/x", ""),
+    ],
+)
+def test_a_run_that_saves_outside_of_the_shared_mount_is_warned_of(
+    launch: Launch, capsys: pytest.CaptureFixture[str], saves_to: str, warned: str
+) -> None:
+    launch("--on", "skypilot", "--cpu", "--shared", "disk:/shared", *saves_to.split("="))
+    said = capsys.readouterr().err
+    assert warned in said
+    assert bool(said) == bool(warned)
+
+
 @pytest.mark.parametrize("engine", ["slurm", "ray"])
 def test_a_job_whose_nodes_share_this_disk_is_written_into_its_run(
     launch: Launch, tmp_path: Path, engine: str
