@@ -25,6 +25,9 @@ from fsdmoe.fsdp2.meta import await_values, leave_empty, place_meta_buffers
 from fsdmoe.fsdp2.module import STATE, FSDPModule, WrapState, state_of
 from fsdmoe.fsdp2.policies import Settings, meshes_for, policy_for
 
+_INSIDE = "_fsdmoe_fsdp2_inside"
+"""Of a module and all inside of it: the class that was wrapped around them last."""
+
 
 def fully_shard(
     module: Any,
@@ -105,6 +108,14 @@ def _wrap(module: nn.Module, settings: Settings) -> None:
         raise ConfigError(
             f"fsdp2: {type(module).__name__} has no forward to gather weights for; wrap its elements"
         )
+    around = getattr(module, _INSIDE, None)
+    if around is not None:
+        raise ConfigError(
+            f"fsdp2: {type(module).__name__} is inside {around}, which was wrapped before it; wrap "
+            "inside-out, as under FSDP2: blocks first, the module around them last"
+        )
+    for inner in module.modules():
+        setattr(inner, _INSIDE, type(module).__name__)
     setattr(module, STATE, WrapState(settings))
     module.__class__ = _class_in_front(_own_class(module), PendingModule)
 

@@ -76,6 +76,13 @@ def check_wrapping() -> None:
         match=r"FSDPBlock inside .*Model .* is wrapped around FSDPLinear, .*; wrap one of the two",
     ):
         fully_shard(nested)
+    for is_built in (False, True):
+        outside_in: Any = built()
+        fully_shard(outside_in)
+        if is_built:
+            list(outside_in.parameters())
+        with pytest.raises(ConfigError, match=r"Linear is inside Model, which was wrapped .*inside-out"):
+            fully_shard(outside_in.blocks[0].up)
     used: Any = built()
     fully_shard(used.blocks[0])
     list(used.blocks[0].parameters())
