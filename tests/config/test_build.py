@@ -300,7 +300,7 @@ BAD = {
         {"mesh": {"tp": 3}},
         {},
         3,
-        r"mesh\.tp: expected a divisor of 4 and 2 heads, 264 tokens .* got 3; choose 2",
+        r"mesh\.tp: expected a divisor of 4 and 2 heads, 264 tokens .* got 3; choose 1",
     ),
     "a sequence that cp and tp do not divide": (
         {"mesh": {"tp": 2, "cp": 2}, "data": {"seq_len": 254}},
