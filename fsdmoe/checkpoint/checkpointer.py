@@ -21,7 +21,7 @@ from fsdmoe.checkpoint.agree import from_first, world
 from fsdmoe.checkpoint.api import LoadPolicy, load_first
 from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
-from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.memory_copies import MemoryCopies
 from fsdmoe.checkpoint.saver import Parts, Saver, SaveRecord
@@ -158,10 +158,12 @@ class Checkpointer(Saver):
             yield
         except CheckpointError as error:
             fix = "name another one in checkpoint.load, or set it to none to start anew"
-            text = f"{error}\n  nothing was changed; {fix}"
-            if isinstance(error, DamagedCheckpointError):
-                text = f"{error}; {fix} (a folder of checkpoints takes its newest whole one)"
-                text += "\n  nothing was changed"
+            first, newline, rest = str(error).partition("\n")
+            has_fix = "; " in first
+            if not has_fix:  # in the first line, which is what people read
+                colon = ":" * first.endswith(":")
+                first = f"{first.removesuffix(':')}; {fix}{colon}"
+            text = f"{first}{newline}{rest}\n  nothing was changed{f'; {fix}' * has_fix}"
             error.args = (f"checkpoint.load = {self.config.load}: {text}",)
             raise
 

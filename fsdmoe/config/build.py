@@ -10,6 +10,7 @@ from typing import Any
 from fsdmoe.config.checks import cross_problems
 from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.hf import apply_hf, apply_hf_data
+from fsdmoe.config.names_elsewhere import ALIASES
 from fsdmoe.config.removed import without_removed_keys, without_removed_options
 from fsdmoe.config.schema import SECTIONS, Config
 from fsdmoe.config.suggest import FLAGS, suggest, suggest_section
@@ -95,7 +96,10 @@ def _tables(mapping: dict[str, Any], problems: Problems) -> dict[str, dict[str, 
         if isinstance(table, dict):
             values[name].update(table)
         else:
-            problems.append(f"{name}: expected a table, got {table!r}; write [{name}] and its keys below it")
+            meant = f"did you mean {ALIASES[name]}? Write" if name in ALIASES else "write"
+            problems.append(
+                f"{name}: expected a table, got {table!r}; {meant} [{name}] and its keys below it"
+            )
     return values
 
 

@@ -104,11 +104,22 @@ def _load_findings(config: Config) -> Findings:
     return [(("checkpoint.load",), line)]
 
 
+def _require_whole(load: str, *, weights_only: bool) -> None:
+    """Refuse a start that is none, or whose files are missing or cut off; checksums are not looked at."""
+    from fsdmoe.checkpoint.catalog import require_start  # not above: they load torch
+    from fsdmoe.checkpoint.session import open_verified
+    from fsdmoe.checkpoint.storage import open_storage
+
+    root, names, is_one = require_start(load, weights_only=weights_only)
+    if is_one:  # of several, a run takes the newest that is whole
+        open_verified(open_storage(root), names[0], "fast")
+
+
 def _start_findings(config: Config) -> Findings:
     """Weights and checkpoints that the run is to start from, and routing that it is to replay. What is behind
     an address (s3://) is not asked for."""
     # Not above: they load torch, which a plan does anyway.
-    from fsdmoe.checkpoint.catalog import entries, require_start
+    from fsdmoe.checkpoint.catalog import entries
     from fsdmoe.checkpoint.storage import open_storage
     from fsdmoe.experts.replay import RoutingTape
     from fsdmoe.huggingface.folder import require_weights
@@ -122,7 +133,7 @@ def _start_findings(config: Config) -> Findings:
         only_model = checkpoint.load_only_model
         try:
             keys = ("checkpoint.load", "checkpoint.load_only_model")
-            found += asked(require_start, load, weights_only=only_model, keys=keys)
+            found += asked(_require_whole, load, weights_only=only_model, keys=keys)
         except CheckpointError as error:
             fix = "name another one, or set it to none to start anew"
             found.append((("checkpoint.load",), f"checkpoint.load: {error}; {fix}"))

@@ -20,10 +20,10 @@ _HELD_OUT = "data.holdout (a share of the documents of data.path is held out)"
 _MEANT = {
     # The model.
     "model.hf": """
-        model_name_or_path model_path hf_path base_model pretrained_model_name_or_path model_name model_id
-        hf_model hf_model_id hf_assets_path initial_load_path pretrained_checkpoint pretrained_model_path
-        base_model_name_or_path base_model_config model_dir hf_checkpoint from_pretrained model_config
-        initial_load_in_hf hf_model_path pretrained_path tokenizer_and_model""",
+        model model_name_or_path model_path hf_path base_model pretrained_model_name_or_path model_name
+        model_id hf_model hf_model_id hf_assets_path initial_load_path pretrained_checkpoint
+        pretrained_model_path base_model_name_or_path base_model_config model_dir hf_checkpoint
+        from_pretrained model_config initial_load_in_hf hf_model_path pretrained_path tokenizer_and_model""",
     "model.preset": "flavor model_flavor model_size model.name model_provider",
     "model.random_weights = true (with model.hf)": """
         reinit_weights init_from_scratch from_scratch random_init""",
@@ -87,11 +87,12 @@ _MEANT = {
         finetune_attention_modules finetune_language_layers finetune_mlp_modules lora_layers""",
     "adapter.target_parameters": "lora_target_parameters",
     'adapter.kind = "dora"': "use_dora dora peft_use_dora lora_use_dora",
+    "adapter.rank (0, the default, trains the whole model)": "full_finetuning full_finetune",
     "adapter.kind (and adapter.rank)": """
-        finetuning_type peft_type use_peft peft_method peft_scheme use_lora lora peft""",
+        adapter finetuning_type peft_type use_peft peft_method peft_scheme use_lora lora peft""",
     "adapter.freeze_base": "freeze_backbone train_base_model freeze_base_model",
     "preference.beta": "beta dpo_beta pref_beta rl_beta",
-    "preference.loss": "loss_type pref_loss dpo_loss_type",
+    "preference.loss": "preference loss_type pref_loss dpo_loss_type",
     'data.kind = "preference" (DPO)': "rl dpo preference_dataset",
     # Ranks.
     "mesh.dp_shard": """
@@ -101,9 +102,9 @@ _MEANT = {
         data_parallel_replicate_degree dp_replicate dp_replicate_size dp_replicate_degree hsdp
         num_distributed_optimizer_instances replicas zero_hpz_partition_size""",
     "mesh.cp": """
-        context_parallel_size context_parallel_degree cp_size cp_degree sequence_parallel_size
-        sequence_parallel_degree ulysses_degree ulysses_sequence_parallel_size context_parallel_world_size
-        ring_attention_size""",
+        context_parallel context_parallel_size context_parallel_degree cp_size cp_degree
+        sequence_parallel_size sequence_parallel_degree ulysses_degree ulysses_sequence_parallel_size
+        context_parallel_world_size ring_attention_size""",
     "mesh.tp": """
         tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size
         tp_degree model_parallel_size""",
@@ -111,7 +112,8 @@ _MEANT = {
         expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size
         ep_degree moe_expert_parallel_size expert_parallelism""",
     "mesh.etp": "expert_tensor_parallel_size expert_tensor_parallel_degree etp_size moe_tp_size",
-    "mesh.ep and mesh.tp": "device_mesh mesh_shape parallel_dims",
+    "mesh.elastic": "elasticity elastic fault_tolerance",
+    "mesh.ep and mesh.tp": "mesh device_mesh mesh_shape parallel_dims",
     "context_parallel.mode": """
         cp_comm_type context_parallel_rotate_method ring_attn_func context_parallel_mode cp_mode
         context_parallel_rotate""",
@@ -199,8 +201,8 @@ _MEANT = {
         main_params_dtype master_weights master_dtype fp32_master_weights master_weight_dtype""",
     "precision.grad_dtype": "main_grads_dtype grad_accum_dtype gradient_accumulation_dtype",
     'precision.recipe = "fp8_blockwise"': """
-        fp8 fp8_format fp8_recipe float8 enable_fp8 fp8_hybrid fp8_training recipe_name float8_recipe_name
-        quantize fp8.enabled te_precision fp8_e4m3 linear_fp8""",
+        model.converters converters fp8 fp8_format fp8_recipe float8 enable_fp8 fp8_hybrid fp8_training
+        recipe_name float8_recipe_name quantize fp8.enabled te_precision fp8_e4m3 linear_fp8""",
     'precision.recipe = "mxfp8"': "mx mxfp8",
     'precision.recipe = "nvfp4"': "fp4 fp4_format fp4_recipe",
     "precision.quantized_weights": """
@@ -254,7 +256,7 @@ _MEANT = {
     "optim.qk_clip": "qk_clip_threshold qk_clip_alpha",
     # Data.
     "data.path": """
-        data_path dataset_path train_data_path data_files train_file data_dir train_data train_files
+        data data_path dataset_path train_data_path data_files train_file data_dir train_data train_files
         dataset_dir train_path data_prefix train_dataset_path file_name dataset_file""",
     "data.dataset": """
         dataset dataset_name dataset_id path_or_dataset_id hf_dataset path_or_dataset train_dataset""",
@@ -313,9 +315,10 @@ _MEANT = {
         most_recent_k keep_last_k""",
     "checkpoint.folder (or train.output_dir, for all that a run writes)": """
         save checkpoint_dir ckpt_dir checkpoint_path ckpt_folder checkpoint_folder""",
+    "checkpoint.load (the folder step_... of that step)": "ckpt_step load_step checkpoint.load_step",
     "checkpoint.load": """
-        load_path resume_from init_from restore_from ckpt_path load_dir load_checkpoint load_from
-        resume_path initial_checkpoint""",
+        lora_model_dir adapter_name_or_path load_path resume_from init_from restore_from ckpt_path
+        load_dir load_checkpoint load_from resume_path initial_checkpoint""",
     "checkpoint.load (or --resume with the folder of a run)": """
         resume_from_checkpoint resume_run auto_resume_from_checkpoints auto_resume resume_training resume""",
     "checkpoint.load_only_model = true": """
@@ -332,6 +335,7 @@ _MEANT = {
         tensorboard_queue_size""",
     'observe.loggers = ["wandb"]': "wandb use_wandb enable_wandb wandb_log wandb_mode log_with_wandb",
     'observe.loggers = ["mlflow"]': "mlflow mlflow_tracking_uri use_mlflow",
+    "observe.tensorboard": "tensorboard.enabled tensorboard.enable",
     "observe.loggers": "report_to logger log_with trackers",
     'observe.project (with observe.loggers = ["wandb"])': """
         wandb_project project project_name mlflow_experiment mlflow_experiment_name wandb.project""",
@@ -374,7 +378,7 @@ _MEANT = {
     "train.output_dir": """
         out_dir save_dir output_path dump_folder log_dir results_dir default_root_dir run_dir work_dir
         output_folder workdir save_folder""",
-    "train.seed": "random_seed manual_seed set_seed data_seed rng_seed sampler_seed",
+    "train.seed": "random_state random_seed manual_seed set_seed data_seed rng_seed sampler_seed",
     "train.deterministic": """
         deterministic_mode full_determinism use_deterministic_algorithms cudnn_deterministic
         deterministic_algorithms batch_invariant""",
@@ -391,7 +395,7 @@ _MEANT = {
         persist_layer_norm bias_activation_fusion bias_dropout_fusion liger_fused_linear_cross_entropy
         liger_rms_norm liger_glu_activation liger_rope use_te enable_liger_kernel rope_fusion
         cross_entropy_fusion_impl torch_compile_backend torch_compile_mode use_triton_kernels
-        model.converters converters fused_linear_cross_entropy use_transformer_engine""",
+        fused_linear_cross_entropy use_transformer_engine""",
     "train.graphs": """
         cuda_graph enable_cuda_graph external_cuda_graph cuda_graph_scope cuda_graph_impl use_cuda_graph
         cuda_graphs""",
@@ -467,6 +471,24 @@ _NOT_HERE = {
     "no checkpoint is chosen by its loss; look at metrics.jsonl, and keep more (checkpoint.keep_every)": """
         load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience
         early_stopping_threshold early_stop early_stopping""",
+    f"there is nothing to set for it here; {_LEAVE_OUT}": """
+        weight_decay_incr_style decrease_batch_size_if_needed distribute_saved_activations plugins booster
+        data_parallel_random_init lr_warmup_init use_checkpoint_args hysteresis fp32_residual_connection
+        apply_query_key_layer_scaling attention_softmax_in_fp32 delay_grad_reduce use_tp_pp_dp_mapping
+        hierarchical_context_parallel_sizes nccl_communicator_config_path retriever_seq_length
+        te_rng_tracker moe_input_jitter_eps moe_extended_tp init_model_with_meta_device
+        calculate_per_token_loss config_logger_dir empty_unused_memory_level high_priority_stream_groups
+        disable_loss_parallel print_after_conversion job.description prediction_loss_only log_level
+        save_on_each_node strict restore_callback_states_from_checkpoint fp16_opt_level disable_tqdm
+        accelerator_config ray_scope dataloader_persistent_workers average_tokens_across_devices
+        precompute_ref_log_probs lora_task_type is_mistral_derived_model multipack_real_batches
+        eval_table_size prescale_gradients infer_backend gradient_predivide_factor
+        zero_allow_untested_optimizer sparse_gradients use_unsloth_gc aio aio.block_size csv_monitor
+        comms_logger data_efficiency fast_inference gpu_memory_utilization rng.ranked dist_env.backend
+        dataloader.collate_fn collate_fn visual_inputs plot_loss model_revision bias peft.use_triton
+        torch_empty_cache padding_free optimizer.implementation""",
+    "no dense model is made into one of experts; convert its weights first, and name them in model.hf": """
+        moe_use_upcycling moe_upcycling_granularity upcycling sparse_upcycling""",
     _BY_TRAINER: """
         label_smoothing_factor label_smoothing reward_model reward_funcs num_generations grpo ppo kto orpo
         reward_model_path ref_model loss_fn custom_loss kl_coef rollout distillation teacher_model
@@ -538,7 +560,7 @@ SECTIONS_ELSEWHERE = {
     "activation_checkpoint": "memory", "activation_checkpointing": "memory", "float8": "precision",
     "mx": "precision", "quantization": "precision", "quantize": "precision", "amp": "precision",
     "fp8": "precision", "bf16": "precision", "fp16": "precision",
-    "comm": "health", "fault_tolerance": "health",
+    "comm": "health",
     "zero_optimization": "fsdp", "fsdp_config": "fsdp", "checkpointing": "checkpoint", "dpo": "preference",
 }  # fmt: skip
 """Tables of other tools, and the section that most of their keys are in here."""

@@ -109,13 +109,14 @@ def suggest(written: str, flags: Iterable[str] = ()) -> str:
 
 def _forms(name: str) -> Iterator[str]:
     """What to look up for a dotted name: all of it, ever fewer tables before its last part, this in the
-    section that its table is here, without what is put before names elsewhere, and the tables around it."""
+    section that its table is here, alone, without what is put before names elsewhere, and the tables around
+    it."""
     *tables, last = name.split(".")
-    for start in range(len(tables) + 1):
-        if start < len(tables) or last not in _GENERIC or not tables:
-            yield ".".join([*tables[start:], last])
+    yield from (".".join([*tables[start:], last]) for start in range(len(tables)))
     if tables and (section := SECTIONS_ELSEWHERE.get(tables[0])):
         yield f"{section}.{last}"
+    if last not in _GENERIC or not tables:
+        yield last
     for prefix in _PREFIXES:
         if last.startswith(prefix):
             bare = last.removeprefix(prefix)

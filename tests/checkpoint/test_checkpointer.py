@@ -161,6 +161,22 @@ def test_the_words_of_checkpoint_load(tmp_path: Path) -> None:
         saver(tmp_path / "b", load=str(tmp_path / "nowhere")).load(parts(0))
 
 
+def test_a_damaged_checkpoint_is_named_with_the_fix_in_the_first_line(tmp_path: Path) -> None:
+    saver(tmp_path / "a").save(2, parts(2))
+    (file,) = (tmp_path / "a").rglob("step_*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-7])
+    for load, said in (
+        (file.parent, "damaged checkpoint: "),
+        (tmp_path / "a", "every checkpoint is damaged"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            saver(tmp_path / "b", load=str(load)).load(parts(0))
+        first = str(caught.value).partition("\n")[0]
+        assert first.startswith(f"checkpoint.load = {load}: ")
+        assert said in first
+        assert "; name another one in checkpoint.load, or set it to none to start anew" in first
+
+
 def test_a_restarted_run_goes_on_from_its_own_newest_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

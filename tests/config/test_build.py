@@ -93,6 +93,12 @@ BAD = {
         1,
         r'write "adamw" with optim\.moment_dtype = "torchao_8bit"',
     ),
+    "section that is a word of another tool": (
+        {"adapter": "lora"},
+        {},
+        1,
+        r"adapter: .*; did you mean adapter\.kind .*\? Write \[adapter\] and its keys",
+    ),
     "section that is no table": ({"train": 5}, {}, 1, r"train: expected a table, got 5"),
     "string for a number": (
         {"train": {"steps": "many"}},
@@ -300,7 +306,7 @@ BAD = {
         {"mesh": {"tp": 3}},
         {},
         3,
-        r"mesh\.tp: expected a divisor of 4 and 2 heads, 264 tokens .* got 3; choose 1",
+        r"mesh\.tp: expected a divisor of 4 and 2 heads, 264 tokens .* got 3; choose 1$",
     ),
     "a sequence that cp and tp do not divide": (
         {"mesh": {"tp": 2, "cp": 2}, "data": {"seq_len": 254}},

@@ -38,6 +38,7 @@ NO_PAIRS = {
     "checkpoint/checkpointer.py: train.output_dir": "where checkpoints are looked for",
     "config/help.py: override one field": "help",
     "config/compatibility_page.py: ": "the page of the table",
+    "config/names_elsewhere.py: ": "what names of other tools are here",
     "config/hf.py: expected data to train": "a key that is missing",
     "config/hf.py: expected the tokenizer of the model": "a key that is missing",
     "config/warnings.py: ": "warnings refuse nothing",

@@ -299,3 +299,7 @@ def test_a_checkpoint_of_weights_alone_is_refused_for_more(tmp_path: Path, ended
     assert code == 2, "training refuses it"
     assert "is a Hugging Face model, which has weights only" in said
     assert ended("--checkpoint.load", tmp_path / "hf", "--checkpoint.load_only_model") == (0, "")
+    (tmp_path / "hf/model.safetensors").write_bytes(content[:-1])
+    code, said = ended("--checkpoint.load", tmp_path / "hf", "--checkpoint.load_only_model")
+    assert code == 2, "of a file that was cut off"
+    assert "checkpoint.load: damaged checkpoint: hf/model.safetensors: " in said
