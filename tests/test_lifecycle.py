@@ -4,6 +4,7 @@ import contextlib
 import io
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from fsdmoe import failures, lifecycle
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
-from fsdmoe.failures import lost_peer_message, report_error
+from fsdmoe.failures import free_some, lost_peer_message, report_error
 from fsdmoe.launch.ranks import shutdown
 from fsdmoe.lifecycle import Ending, signal_of_any_rank
 from fsdmoe.run_lock import LOCK
@@ -206,3 +207,12 @@ def test_a_rank_asks_to_be_started_again_when_only_other_nodes_were_told_to_stop
     assert lifecycle.exit_code("finished", received=[]) == 0
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     assert lifecycle.exit_code("stopped by SIGTERM", received=[]) == 0, "nobody would start it"
+
+
+def test_a_disk_without_inodes_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "not/yet"
+    facts = SimpleNamespace(f_files=100, f_favail=0, f_bavail=5)
+    monkeypatch.setattr(failures.os, "statvfs", lambda _: facts)
+    assert free_some(folder).startswith(f"delete some files in {folder}, whose disk has space but no inodes")
+    facts.f_favail = 7
+    assert free_some(folder) == f"free some space in {folder}"

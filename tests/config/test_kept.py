@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.config import build_config
-from fsdmoe.config.kept import KEPT, kept_origins, kept_text, origins_of, write_kept
+from fsdmoe.config.kept import KEPT, kept_origins, kept_text, open_run, origins_of, write_kept
 from fsdmoe.testing import requires_transformers
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +61,13 @@ def test_a_write_that_fails_leaves_the_file_of_before(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_kept(tmp_path, "second = '\udcff'\n")
     assert (tmp_path / KEPT).read_text() == "first = 1\n"
+
+
+def test_a_folder_inside_of_a_run_is_told_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints/step_00000002").mkdir(parents=True)
+    (tmp_path / "run/config.toml").touch()
+    problems: list[str] = []
+    assert open_run(str(tmp_path / "run/checkpoints/step_00000002"), problems) == ({}, {})
+    assert problems[0].endswith(
+        f"which is inside of the run {tmp_path / 'run'}; write --resume {tmp_path / 'run'}"
+    )

@@ -42,7 +42,7 @@ BAD = {
         {"kind": "chat", "path": "a", "split": "b"},
         r"data\.split: belongs to data\.dataset",
     ),
-    "a path and a dataset": (
+    "a path, its glob and a dataset": (
         {"kind": "chat", "path": "a", "dataset": "b", "glob": "c"},
         r"data\.dataset: expected a path or a dataset, got 'a' and 'b'; remove one$",
     ),

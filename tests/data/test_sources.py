@@ -442,3 +442,11 @@ def test_sources_tell_their_weights_and_how_far_they_were_read(tmp_path, section
     assert a.tokens_read + b.tokens_read == 512, "as many as were handed out"
     assert (a.epochs, b.epochs) == (a.tokens_read / 64, b.tokens_read / 192)
     assert a.epochs >= 2
+
+
+def test_ids_of_one_document_are_told_how_to_be_cut(tmp_path, section):
+    np.save(tmp_path / "a.npy", np.arange(60, dtype=np.int32))
+    with pytest.raises(
+        ConfigError, match=r"^data\.holdout: all 1 .*of token ids data\.document_end, or a file x\."
+    ):
+        open_stream(section(kind="tokens", path=str(tmp_path / "a.npy"), holdout=0.5))

@@ -214,6 +214,26 @@ AT_FIRST_USE = {
         "--config own.toml", "zero_optimization", "fsdp.cpu_offload = true, or optim.state_offload",
         {"own.toml": '[zero_optimization.offload_optimizer]\ndevice = "cpu"\n'},
     ),
+    "axolotl's packing": Typical("--data.sample_packing true", "data.sample_packing", "data.pack"),
+    "four bits": Typical("--load_in_4bit", "--load_in_4bit", 'precision.frozen_dtype = "nf4"'),
+    "a file of YAML": Typical(
+        "--config own.yaml", "--config", "it is YAML; write TOML: [section]",
+        {"own.yaml": "model:\n  name: x\n"},
+    ),
+    "recompute = true": Typical(
+        "--config own.toml", "memory.recompute", 'write ["layer"], or a list of others of norms',
+        {"own.toml": "[memory]\nrecompute = true\n"},
+    ),
+    "a time for steps": Typical(
+        "--checkpoint.interval 30min", "checkpoint.interval", "a whole number (steps between saves)"
+    ),
+    "a coefficient for a table": Typical(
+        "--experts.balance 0.01", "experts.balance", "write experts.balance.sequence = 0.01 (or another key"
+    ),
+    "data of git-lfs": Typical(
+        "--data.kind text --data.path a.txt", "data.path", "run `git lfs pull` in",
+        {"a.txt": "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"},
+    ),
     "a folder of configurations": Typical("--config .", "--config", "name a file in it: run.toml"),
 }  # fmt: skip
 """Of a trial by somebody who saw the project for the first time. All are found before ranks meet."""
