@@ -100,13 +100,16 @@ def _shortened(sources: Sequence[str]) -> list[str]:
 
 def loss_text(data: DataStream) -> str:
     """Which share of the tokens is learnt: all of a text, the answers of a chat."""
+    sources = data.sources()
     shares = [
         source.weight * (1.0 if store.targets is None else float((store.targets[:LOOKED_AT] == 1).mean()))
-        for store, source in zip(data.stores, data.sources(), strict=True)
+        for store, source in zip(data.stores, sources, strict=True)
     ]
     if all(store.targets is None for store in data.stores):
         return "on every token"
-    return f"on {sum(shares):.1%} of the tokens (estimated from the first {short(LOOKED_AT)} of each source)"
+    text = f"on {sum(shares):.1%} of the tokens (estimated from the first {short(LOOKED_AT)} of each source)"
+    lost = [f"{source.name} has {source.without_loss}" for source in sources if source.without_loss]
+    return "; warning: ".join([text, *_shortened(lost)])
 
 
 def evaluation_text(config: Config, data: DataStream) -> str:

@@ -96,12 +96,13 @@ def test_the_share_of_tokens_with_loss_is_estimated_from_the_beginning_of_each_s
     answers = SimpleNamespace(targets=np.array([1, 0, 0, 0], np.uint8))
     text = SimpleNamespace(targets=None)
 
-    def share(*stores: Any) -> str:
-        facts = [SimpleNamespace(weight=1 / len(stores)) for _ in stores]
+    def share(*stores: Any, without_loss: str = "") -> str:
+        facts = [SimpleNamespace(name="a", weight=1 / len(stores), without_loss=without_loss) for _ in stores]
         return loss_text(SimpleNamespace(stores=stores, sources=lambda: facts))  # type: ignore[arg-type]
 
     assert share(text, text) == "on every token"
     assert share(answers, text) == "on 62.5% of the tokens (estimated from the first 1M of each source)"
+    assert share(answers, without_loss="2 records (a:3)").endswith("; warning: a has 2 records (a:3)")
 
 
 def test_a_small_held_out_slice_is_warned_of_and_that_of_the_quick_start_is_not(tmp_path: Path) -> None:

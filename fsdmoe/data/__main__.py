@@ -103,6 +103,8 @@ def _show(stream: DataStream, tokenizer: Tokenizer | None, num_rows: int, most: 
             print(f"  left out: {count:,} {reason}")
         if source.cut:
             print(f"  {source.cut_text}; raise it, or shorten them")
+        if source.without_loss:
+            print(f"  {source.without_loss}; fix their roles, or name them in data.chat_loss_roles")
     batches: list[Batch] = stream.next_step()
     share = f"the first step on this rank: {loss_share(batches)}"
     while len(batches) < num_rows:

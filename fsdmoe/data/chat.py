@@ -18,6 +18,7 @@ with the messages before it as context, as the model will see them.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,9 @@ Document = tuple[TokenArray, npt.NDArray[np.uint8]]
 """Token ids, and for each whether it carries loss (1), or begins the second of a pair."""
 
 _ASSISTANT = "assistant"
+_ROLES = ("system", "developer", "user", _ASSISTANT, "tool", "function", "ipython")
+_LIKENESS = 0.75
+"""Of a role to one of these: what is as close is taken for a misspelt one."""
 
 
 class LearntTurn(NamedTuple):
@@ -98,6 +102,7 @@ class ChatEncoder:
                 f"{talk.where}: a message spells the special token {spelled}, which only the chat template "
                 "may write; give reasoning and tool calls as fields of the message, or remove the record"
             )
+        self._require_roles(talk)
         talk = self._template.with_arguments(talk)
         whole = self._template.render(talk)
         learnt = [
@@ -116,6 +121,17 @@ class ChatEncoder:
         if all(whole.text.startswith(turn.text[: turn.end]) for turn in turns):
             return [self._of_turns(whole.text, turns)]
         return [self._of_turns(turn.text, [turn]) for turn in turns]
+
+    def _require_roles(self, talk: Conversation) -> None:
+        """A template writes a misspelt role as any other, and nothing of its turn would be learnt."""
+        for number, role in enumerate(message["role"] for message in talk.messages):
+            if role in _ROLES or role in self._loss_roles or self._template.knows_role(talk, role):
+                continue
+            if close := difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=_LIKENESS):
+                raise ConfigError(
+                    f"{talk.where}: message {number} has the role {role!r}; did you mean {close[0]}? Fix or "
+                    "remove the record"
+                )
 
     def _turn(self, talk: Conversation, number: int) -> LearntTurn:
         """Compares the conversation up to a turn with the one that asks for it."""

@@ -95,6 +95,10 @@ class ChatTemplate:
         """Whether the template says itself what an assistant generates."""
         return bool(_GENERATION.search(self._template_of(talk)))
 
+    def knows_role(self, talk: Conversation, role: str) -> bool:
+        """Whether the template names this role."""
+        return any(f"{quote}{role}{quote}" in self._template_of(talk) for quote in "'\"")
+
     def spelled(self, text: str) -> str | None:
         """A special token that this text spells out."""
         found = re.search(self._special, text)

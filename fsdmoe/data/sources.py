@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fsdmoe.data import cache
 from fsdmoe.data.cache import cache_folder, open_or_build, say
-from fsdmoe.data.chat_records import FIELDS
+from fsdmoe.data.chat_records import FIELDS, Content, Conversation, Preference
 from fsdmoe.data.chunks import index_blocks
 from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
 from fsdmoe.data.files import SourceFile, find_files, why_not_writable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Part of every cache key: raise it when the meaning of the files changes.
 _FORMAT = 1
 _TOKENS_FORMAT = 2  # of an index of files that were tokenised before
-_CHAT_FORMAT = 2  # of what carries loss in a chat
+_CHAT_FORMAT = 3  # of what carries loss in a chat, and of what is said about it
 _PAIR_FORMAT = 1
 _READABLE = 1  # of what counts as a record that can be read
 _DOCUMENTS_AT_ONCE = 256
@@ -210,9 +210,10 @@ def _tokenise(
     writer = StoreWriter(folder, dtype=dtype, with_targets=encoder is not None)
     began = spoke = time.monotonic()
     num_records = 0
+    unlearnt = Dropped()
     for batch in _batches(read_documents(key, source, files, dropped)):
         num_records += len(batch)
-        for tokens, targets in _encode(batch, tokenizer, encoder, dropped):
+        for tokens, targets in _encode(batch, tokenizer, encoder, dropped, unlearnt):
             writer.add(tokens, targets)
         if time.monotonic() - spoke > cache.SAY_EVERY_SECONDS:
             spoke = time.monotonic()
@@ -220,7 +221,7 @@ def _tokenise(
                 f"tokenising {source_name(source)}: file {batch[-1].file_number + 1} of {len(files)}, "
                 f"{writer.num_documents:,} documents, {writer.num_tokens / 1e6:,.1f} M tokens"
             )
-    writer.close({"dropped": dropped.counts})
+    writer.close({"dropped": dropped.counts, "without_loss": str(unlearnt)})
     if writer.num_documents == 0:
         raise no_documents(key, source, dropped)
     if encoder is not None and writer.num_targets == 0:
@@ -239,6 +240,8 @@ def _tokenise(
         )
     if dropped.counts:
         say(f"left out of {source_name(source)}: {dropped}")
+    if unlearnt.counts:
+        say(f"warning: {source_name(source)} has {unlearnt}")
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
@@ -256,7 +259,11 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 def _encode(
-    batch: list[Record], tokenizer: Tokenizer, encoder: ChatEncoder | None, dropped: Dropped
+    batch: list[Record],
+    tokenizer: Tokenizer,
+    encoder: ChatEncoder | None,
+    dropped: Dropped,
+    unlearnt: Dropped,
 ) -> Iterator[Encoded]:
     if encoder is None:
         for tokens in tokenizer.encode_batch([str(record.content) for record in batch]):
@@ -268,7 +275,18 @@ def _encode(
         except ConfigError as error:
             dropped.add_error(error)
             continue
+        if not any((targets == 1).any() for _, targets in documents):
+            unlearnt.add("records without a token with loss", _speakers(record.content))
         yield from documents
+
+
+def _speakers(content: Content) -> str:
+    """Where a conversation is, and whose turns it has."""
+    talk = content.chosen if isinstance(content, Preference) else content
+    if not isinstance(talk, Conversation):
+        return "a completion"
+    roles = dict.fromkeys(message["role"] for message in talk.messages)
+    return f"{talk.where.partition(': ')[2]}, with turns of {', '.join(roles)}"
 
 
 def _with_ends(tokens: TokenArray, tokenizer: Tokenizer) -> TokenArray:

@@ -49,6 +49,8 @@ class TokenStore:
     targets: Tokens | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Records that are not in it, by reason."""
+    without_loss: str = ""
+    """How many records have no token with loss, and where the first is; empty where all have one."""
 
     @property
     def num_documents(self) -> int:
@@ -169,6 +171,7 @@ def open_store(folder: Path, *, name: str, shards: Sequence[Tokens] = ()) -> Tok
         shard_starts=tuple(int(start) for start in starts),
         targets=TokenFile(folder / "targets.bin", "u1", opener) if has_targets else None,
         dropped=meta.get("dropped", {}),
+        without_loss=meta.get("without_loss", ""),
     )
 
 

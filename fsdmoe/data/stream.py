@@ -55,6 +55,8 @@ class SourceFacts(NamedTuple):
     """Records that were left out, by reason."""
     cut: int = 0
     """Chats and other records with a loss mask that are longer than a row. Text is cut anywhere."""
+    without_loss: str = ""
+    """How many records have no token with loss, and where the first is."""
 
     @property
     def cut_text(self) -> str:
@@ -125,7 +127,7 @@ class DataStream:
         return [
             SourceFacts(
                 store.name, store.num_documents, store.num_tokens, weight / sum(self._weights),
-                num_read, num_read / table.num_training_tokens, store.dropped, num_cut,
+                num_read, num_read / table.num_training_tokens, store.dropped, num_cut, store.without_loss,
             )
             for store, weight, num_read, table, num_cut in rows
         ]  # fmt: skip

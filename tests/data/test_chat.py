@@ -152,6 +152,32 @@ def test_a_pair_is_a_row_of_two_documents_with_loss_on_the_answers(tmp_path: Pat
 
 
 @requires_transformers
+@pytest.mark.parametrize(
+    ("role", "meant"), [("assitant", "assistant"), ("User", "user"), ("systm", "system")]
+)
+def test_a_misspelt_role_is_refused(tmp_path: Path, role: str, meant: str) -> None:
+    records = [{"messages": TALK}, {"messages": [*TALK[:1], {"role": role, "content": "a"}]}]
+    with pytest.raises(
+        ConfigError, match=rf"a\.jsonl:2: message 1 has the role '{role}'; did you mean {meant}"
+    ):
+        open_sources(section(tmp_path, "chat", records))
+    open_sources(section(tmp_path, "chat", records, chat_loss_roles=(role, "assistant")))
+
+
+@requires_transformers
+def test_records_without_loss_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    silent = {"messages": [TALK[1], {"role": "bot", "content": "a"}]}
+    config = section(tmp_path, "chat", [{"messages": TALK}, silent, silent])
+    for _ in ("tokenised", "cached"):
+        (store,), _ = open_sources(config)
+        assert store.num_documents == 3
+        assert store.without_loss == (
+            f"2 records without a token with loss (the first: {tmp_path}/a.jsonl:2, with turns of user, bot)"
+        )
+    assert open_sources(section(tmp_path, "chat", [{"messages": TALK}]))[0][0].without_loss == ""
+
+
+@requires_transformers
 def test_a_record_that_the_template_cannot_take_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
     spelled = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "a"}]
     records = [{"messages": TALK}, {"messages": spelled}]

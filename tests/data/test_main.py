@@ -76,10 +76,15 @@ def test_the_loss_of_a_chat_is_shown_where_it_is(tmp_path, monkeypatch, capsys):
     assert re.search(r"row 1: 128 tokens, \d documents?, \d+ with loss \(\d+\.\d %\)", output)
     assert re.search(r"\n  padding: \d+ tokens\n", output), "the next chat does not fit"
     assert "are cut" not in output
+    assert "without a token" not in output
+    with (tmp_path / "chat.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": chat[:1]}) + "\n")
+    run(monkeypatch, *config)
+    assert "  1 records without a token with loss (the first: " in capsys.readouterr().out
     run(monkeypatch, *config, "--show", "3", "--data.seq_len", "32", "--data.chat_loss_roles", "user")
     output = capsys.readouterr().out
     assert "row 3: 32 tokens" in output
-    assert "  20 (100.0 %) are longer than data.seq_len and are cut; raise it, or shorten them" in output
+    assert "  20 (95.2 %) are longer than data.seq_len and are cut; raise it, or shorten them" in output
     assert "⟦user⏎\n    Hello?<|im_end|>⟧" in output, "the whole turn, but for the first token of a document"
 
 
