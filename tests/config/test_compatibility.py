@@ -133,15 +133,12 @@ def joined(node: ast.AST) -> str:
 
 
 def named_pairs() -> dict[str, str]:
-    """Messages outside of the table that name keys of two sections, by file. What other tools call a setting
-    is answered with all keys that do it, and says nothing of pairs."""
-    apart = {
-        ROOT / "fsdmoe/config" / name for name in ("compatibility.py", "features.py", "names_elsewhere.py")
-    }
+    """Messages outside of the table that name keys of two sections, by file."""
+    table = {ROOT / "fsdmoe/config/compatibility.py", ROOT / "fsdmoe/config/features.py"}
     found = {}
     for path in sorted((ROOT / "fsdmoe").rglob("*.py")):
         source = path.read_text()
-        if path not in apart and len(set(BEGUN.findall(source))) > 1:
+        if path not in table and len(set(BEGUN.findall(source))) > 1:
             for text in texts(ast.parse(source)):
                 if len(set(KEY.findall(text))) > 1:
                     found[f"{path.relative_to(ROOT / 'fsdmoe')}: {text}"] = text
