@@ -59,14 +59,26 @@ def retain(storage: Storage, keep_last: int, keep_every: int) -> list[str]:
     try:
         for name in storage.sweep():
             logger.warning("%s/%s is still there after its deletion; it is tried again", storage.root, name)
-        for entry in entries(storage)[max(1, keep_last) :]:
-            if entry.serial == 0 or (keep_every and entry.step >= 0 and entry.step % keep_every == 0):
-                continue  # unreadable ones are left for a person to look at
-            if _is_deleted(storage, entry.name):
-                gone.append(entry.name)
+        for name in _passing(entries(storage)[max(1, keep_last) :], keep_every):
+            if _is_deleted(storage, name):
+                gone.append(name)
     except Exception as error:  # drivers of object stores raise errors of their own kinds
         logger.warning("%s: old checkpoints cannot be listed, so none is deleted: %s", storage.root, error)
     return gone
+
+
+def to_be_deleted(storage: Storage, keep_every: int) -> list[str]:
+    """Those that :func:`retain` deletes sooner or later, as others are saved."""
+    return _passing(entries(storage), keep_every)
+
+
+def _passing(found: list[Entry], keep_every: int) -> list[str]:
+    """Names without those that are kept for good, and unreadable ones, which a person may look at."""
+    return [
+        entry.name
+        for entry in found
+        if entry.serial != 0 and not (keep_every and entry.step >= 0 and entry.step % keep_every == 0)
+    ]
 
 
 def _is_deleted(storage: Storage, name: str) -> bool:

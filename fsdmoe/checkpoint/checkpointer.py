@@ -19,9 +19,9 @@ import torch
 
 from fsdmoe.checkpoint.agree import from_first, world
 from fsdmoe.checkpoint.api import LoadPolicy, load_first
-from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain
+from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain, to_be_deleted
 from fsdmoe.checkpoint.config import CheckpointConfig
-from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError, listed
 from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.memory_copies import MemoryCopies
 from fsdmoe.checkpoint.saver import Parts, Saver, SaveRecord
@@ -108,6 +108,8 @@ class Checkpointer(Saver):
         A run that will save takes its host memory here too (see ``prepare``).
         """
         loaded = None
+        if self.config.load == "none" and self.config.interval >= 0:
+            from_first(self._warn_of_deletion)
         if self._copies is not None and self._continues():
             with self._naming_the_key():
                 loaded = self._copies.load(parts, self._policy(), saved=from_first(self._newest_step))
@@ -121,6 +123,20 @@ class Checkpointer(Saver):
                 parts, goes_on=self._continues(), loaded=None if loaded is None else loaded.name
             )
         return values
+
+    def _warn_of_deletion(self) -> None:
+        """A new run in the folder of an earlier one takes the places of its checkpoints."""
+        old = to_be_deleted(self.storage, self.config.keep_every)
+        if old:
+            key = "checkpoint.folder" if self.config.folder else "train.output_dir"
+            logger.warning(
+                "checkpoint.load = none: %s holds checkpoints of an earlier run, which are deleted as this "
+                "one saves its own (checkpoint.keep_last = %d):%s\n  to keep them, give this run another %s",
+                self.storage.root,
+                self.config.keep_last,
+                listed(old, 5),
+                key,
+            )
 
     def _continues(self) -> bool:
         """Whether this start goes on with what the run has done so far, as far as copies in memory know."""

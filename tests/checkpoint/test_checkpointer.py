@@ -177,6 +177,25 @@ def test_a_damaged_checkpoint_is_named_with_the_fix_in_the_first_line(tmp_path: 
         assert "; name another one in checkpoint.load, or set it to none to start anew" in first
 
 
+def test_a_run_from_scratch_says_which_checkpoints_it_will_delete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"load": "none", "keep_every": 4}
+    before = saver(tmp_path, keep_last=3, **settings)
+    before.load(parts(0))
+    assert caplog.text == "", "there are none yet"
+    for step in (2, 4, 6):
+        before.save(step, parts(step))
+    anew = saver(tmp_path, **settings)
+    anew.load(parts(0))
+    assert "another train.output_dir" in caplog.text
+    named = {name for name in names(tmp_path) if name in caplog.text}
+    assert named == {"step_00000002", "step_00000006"}, "step 4 is kept for good"
+    for step in (3, 5):
+        anew.save(step, parts(step))
+    assert names(tmp_path) == ["step_00000003", "step_00000004", "step_00000005"]
+
+
 def test_a_restarted_run_goes_on_from_its_own_newest_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
