@@ -66,11 +66,16 @@ def judge_clocks(seconds: Sequence[float], hosts: Sequence[str]) -> CheckResult:
     return CheckResult("clocks", Verdict.FAILED, f"{_few(told)}; set the clock there (NTP)")
 
 
+def slow_of(rates: Mapping[str, float]) -> dict[str, float]:
+    """Of rates by the place they were measured at, those far below the median."""
+    middle = median(rates.values())
+    return {where: rate for where, rate in rates.items() if rate < LEAST_RATE * middle}
+
+
 def judge_rates(check: str, unit: str, rates: Mapping[str, float]) -> CheckResult:
     """Rates by the place they were measured at. One far below the median is slow."""
-    middle = median(rates.values())
-    slow = {where: rate for where, rate in rates.items() if rate < LEAST_RATE * middle}
-    told = f"median {middle:.3g} {unit}, lowest {min(rates.values()):.3g}"
+    slow = slow_of(rates)
+    told = f"median {median(rates.values()):.3g} {unit}, lowest {min(rates.values()):.3g}"
     if not slow:
         return CheckResult(check, Verdict.OK, told)
     named = [f"{where} {rate:.3g}" for where, rate in sorted(slow.items(), key=lambda item: item[1])]

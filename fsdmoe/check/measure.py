@@ -6,7 +6,7 @@ from __future__ import annotations
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -56,22 +56,19 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / _best_seconds(lambda: target.copy_(source), device) / 1e9
 
 
-def group_rates(meshes: Meshes) -> Iterator[tuple[Axis, list[int], float, float]]:
-    """For each axis with several ranks: the axis, the ranks of this rank's group, the microseconds of a small
-    all-reduce, and GB/s of a gather (bytes that a rank receives)."""
-    device = meshes.device
-    for axis in Axis:
-        if meshes.size(axis) == 1:
-            continue
-        group = meshes.group(axis)
-        size = meshes.size(axis)
-        small = torch.zeros(1, device=device)
-        latency = _best_seconds(partial(dist.all_reduce, small, group=group), device)
-        own = torch.empty(_BYTES[device.type] // size, dtype=torch.uint8, device=device)
-        whole = torch.empty(own.numel() * size, dtype=torch.uint8, device=device)
-        seconds = _best_seconds(partial(compat.all_gather, whole, own, group), device)
-        rate = (whole.numel() - own.numel()) / seconds / 1e9
-        yield axis, dist.get_process_group_ranks(group), latency * 1e6, rate
+def group_latency(meshes: Meshes, axis: Axis) -> float:
+    """Microseconds of a small all-reduce over this rank's group of an axis."""
+    small = torch.zeros(1, device=meshes.device)
+    return 1e6 * _best_seconds(partial(dist.all_reduce, small, group=meshes.group(axis)), meshes.device)
+
+
+def group_rate(meshes: Meshes, axis: Axis) -> float:
+    """GB/s of a gather over the same group (bytes that a rank receives)."""
+    device, size = meshes.device, meshes.size(axis)
+    own = torch.empty(_BYTES[device.type] // size, dtype=torch.uint8, device=device)
+    whole = torch.empty(own.numel() * size, dtype=torch.uint8, device=device)
+    seconds = _best_seconds(partial(compat.all_gather, whole, own, meshes.group(axis)), device)
+    return (whole.numel() - own.numel()) / seconds / 1e9
 
 
 def link_rate(meshes: Meshes) -> float:

@@ -28,6 +28,17 @@ def _once(act: Callable[[], object], device: torch.device) -> float:
     return 1.0
 
 
+@pytest.mark.parametrize(
+    ("takes", "settles_at"),
+    [([0.9, 0.1], 0.9), ([0.3, 0.9, 0.1], 0.9), ([0.3, 0.2, 0.9], 0.9), ([0.3, 0.2, 0.1], 0.3)],
+)
+def test_rates_are_taken_again_while_one_is_slow_and_the_best_counts(
+    takes: list[float], settles_at: float
+) -> None:
+    left = iter(takes)
+    assert self_check.settled(lambda: {"a": 1.0, "b": 1.0, "c": next(left)})["c"] == settles_at
+
+
 def _check(folder: str, degrees: dict[str, Any]) -> Rows:
     config = tiny_config(folder, dist.get_world_size(), **degrees)
     # Rates of a machine that is shared by many depend on it; what they mean is judged from recorded ones.
