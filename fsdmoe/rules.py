@@ -126,6 +126,11 @@ def choice_like(name: str, known: Sequence[str]) -> str | None:
     return f"did you mean {close[0]}?" if close else None
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 layer``, ``1,200 layers``."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 def size_text(num_bytes: float) -> str:
     """``38.62 MiB``: in the unit in which a small difference shows."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):

@@ -22,6 +22,7 @@ from fsdmoe.optim import count_state
 from fsdmoe.plan import Job, Setting
 from fsdmoe.plan.hardware import NEVER_RAN
 from fsdmoe.plan.memory import offloaded_bytes, step_bytes
+from fsdmoe.rules import counted
 from fsdmoe.run_config import decided
 
 MOST_SOURCES = 3  # a mixture of dozens stays one line
@@ -86,7 +87,7 @@ def data_text(data: DataStream, config: DataConfig) -> str:
 
 def _source_text(source: SourceFacts) -> str:
     share = f" ({source.weight:.0%} of the tokens)" if source.weight < 1 else ""
-    text = f"{source.name}{share}: {source.documents:,} documents, {short(source.tokens)} tokens"
+    text = f"{source.name}{share}: {counted(source.documents, 'document')}, {short(source.tokens)} tokens"
     if source.cut:
         text = f"{text}, of which {source.cut_text}"
     left_out = [f"{count:,} {reason}" for reason, count in source.dropped.items()]
@@ -121,8 +122,9 @@ def evaluation_text(config: Config, data: DataStream) -> str:
     num_documents = len(held_out.document_N)
     when = f"every {train.eval_interval} steps and at the end" if train.eval_interval else "at the end"
     text = (
-        f"{when}, on up to {train.eval_batches * train.global_batch_size} rows of {num_documents:,} held-out "
-        f"documents, {short(held_out.num_tokens)} tokens (data.holdout = {config.data.holdout:g})"
+        f"{when}, on up to {train.eval_batches * train.global_batch_size} rows of "
+        f"{counted(num_documents, 'held-out document')}, {short(held_out.num_tokens)} tokens "
+        f"(data.holdout = {config.data.holdout:g})"
     )
     if num_documents >= FEWEST_DOCUMENTS and held_out.num_tokens >= FEWEST_TOKENS:
         return text
@@ -176,7 +178,7 @@ def _model_text(config: Config, num_parameters: int) -> str:
     model = config.model
     active = num_parameters - idle_expert_params(model)
     text = f"{model.hf or model.preset}: {short(num_parameters)} parameters, {short(active)} active a token; "
-    text += f"{model.num_hidden_layers} layers"
+    text += counted(model.num_hidden_layers, "layer")
     if model.num_moe_layers:
         text += f", {model.num_moe_layers} with {model.num_experts} experts, top {model.num_experts_per_tok}"
     return text

@@ -2,7 +2,16 @@
 
 from pathlib import Path
 
-from fsdmoe.rules import at_least, divisor_problems, divisors, near_file, nearest_divisors, one_of, size_text
+from fsdmoe.rules import (
+    at_least,
+    counted,
+    divisor_problems,
+    divisors,
+    near_file,
+    nearest_divisors,
+    one_of,
+    size_text,
+)
 
 
 def test_bounds_and_choices_name_the_key_and_the_fix() -> None:
@@ -13,6 +22,10 @@ def test_bounds_and_choices_name_the_key_and_the_fix() -> None:
     assert one_of("a", {"kind": "rings", "mode": "x"}, {"kind": ("ring", "none"), "mode": ("x",)}) == [
         "a.kind: expected one of ring, none, got 'rings'; did you mean ring?"
     ]
+
+
+def test_one_is_counted_without_an_s() -> None:
+    assert [counted(number, "layer") for number in (0, 1, 1200)] == ["0 layers", "1 layer", "1,200 layers"]
 
 
 def test_choices_may_be_called_as_elsewhere() -> None:

@@ -116,7 +116,7 @@ def test_a_small_held_out_slice_is_warned_of_and_that_of_the_quick_start_is_not(
             data, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=8, seed=0
         ) as opened:
             texts.append(evaluation_text(config, opened))
-    assert texts[0].startswith("every 10 steps and at the end, on up to 8 rows of 1 held-out documents")
+    assert texts[0].startswith("every 10 steps and at the end, on up to 8 rows of 1 held-out document,")
     assert texts[0].endswith("warning: so few that the loss on them is mostly chance, raise data.holdout")
     assert "warning" not in texts[1]
 

@@ -86,9 +86,10 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         world_size = _world_size(flags.get("--world"), problems)
     mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
     origins: dict[str, str] | None = None
-    if "--run" in flags:
-        mapping, origins = open_run(flags["--run"], problems)
-    if "--run" in flags and "--evaluate-only" in flags:
+    resuming = _run_flag(flags)
+    if resuming:
+        mapping, origins = open_run(flags[resuming], problems, flag=resuming)
+    if resuming and "--evaluate-only" in flags:
         mapping = _with_mesh_that_fits(mapping, overrides, world_size)
     is_plan = "--dry-run" in flags
     is_elsewhere = "--files-elsewhere" in flags
@@ -126,7 +127,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         take_over="--take-over" in flags,
         check_only="--check-only" in flags,
         origins=origins_of(config, mapping, overrides, flags.get("--config", ""), kept=origins),
-        source=flags.get("--config") or flags.get("--run") or CommandLine.source,
+        source=flags.get("--config") or flags.get(resuming) or CommandLine.source,
         written=frozenset((keys if origins is None else origins.keys()) | overrides.keys()),
     )
 
@@ -187,15 +188,13 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
         given: str | None = value
         if not equals:
             given = rest.pop(0) if rest and not rest[0].startswith("--") else None
-        if key == "--resume":  # torchrun takes --run for an abbreviation of its own options
-            key = "--run"
         if key not in WITH_VALUE:
             overrides[key[2:]] = given
         elif given is None:
             problems.append(f"{key}: expected a value after it, got none; write {key} VALUE")
         else:
             flags[key] = given
-    if "--run" in flags:
+    if _run_flag(flags):
         _refuse_beside_run(flags, overrides, problems)
     if "--world" in flags and {"--print-config", "--dry-run"}.isdisjoint(flags):
         problems.append(
@@ -212,6 +211,12 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
     return flags, overrides
 
 
+def _run_flag(flags: Mapping[str, str]) -> str:
+    """How the user named the run to go on with; empty where there is none. Torchrun takes ``--run`` for an
+    abbreviation of its own options, hence the second name."""
+    return next((flag for flag in ("--run", "--resume") if flag in flags), "")
+
+
 def _no_option(word: str) -> str:
     """What to do about a word where an option should be."""
     if word.startswith("-"):
@@ -223,12 +228,13 @@ def _no_option(word: str) -> str:
 def _refuse_beside_run(
     flags: Mapping[str, str], overrides: Mapping[str, str | None], problems: Problems
 ) -> None:
+    flag = _run_flag(flags)
     if "--config" in flags:
-        problems.append("--resume: expected no --config with it, a run has its own configuration; drop one")
+        problems.append(f"{flag}: expected no --config with it, a run has its own configuration; drop one")
     if "train.output_dir" in overrides:
         problems.append(
-            "--resume: expected no --train.output_dir with it, the run goes on in its folder; for another "
-            f"run of the same configuration write --config {flags['--run']}/{KEPT} --train.output_dir FOLDER"
+            f"{flag}: expected no --train.output_dir with it, the run goes on in its folder; for another run "
+            f"of the same configuration write --config {flags[flag]}/{KEPT} --train.output_dir FOLDER"
         )
 
 

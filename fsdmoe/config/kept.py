@@ -129,9 +129,11 @@ def read_kept(path: Path, problems: Problems) -> Config | None:
     return None if problems else config
 
 
-def open_run(folder: str, problems: Problems) -> tuple[dict[str, Any], dict[str, str]]:
+def open_run(
+    folder: str, problems: Problems, *, flag: str = "--run"
+) -> tuple[dict[str, Any], dict[str, str]]:
     """What to go on with a run by: its tables, and where their values come from. Empty, with a finding, where
-    the folder has no kept configuration.
+    the folder has no kept configuration; it begins with ``flag``, as the user named the folder by it.
 
     The run goes on in this folder, wherever it was before, and from its own newest checkpoint, also if it was
     started from scratch or set back. A foreign checkpoint that it started from stays: it may have none of
@@ -140,10 +142,10 @@ def open_run(folder: str, problems: Problems) -> tuple[dict[str, Any], dict[str,
     root = Path(folder).expanduser()
     if not root.exists():
         fix = near_file(folder.rstrip("/")) or "name one that is there"
-        problems.append(f"--resume: expected the folder of a run, got {folder!r}, which is not there; {fix}")
+        problems.append(f"{flag}: expected the folder of a run, got {folder!r}, which is not there; {fix}")
         return {}, {}
     if not (root / KEPT).is_file():
-        problems.append(f"--resume: expected the folder of a run, got {folder!r}, {_no_run(root, folder)}")
+        problems.append(f"{flag}: expected the folder of a run, got {folder!r}, {_no_run(root, folder)}")
         return {}, {}
     mapping = read_toml(str(root / KEPT), problems)
     train, checkpoint = (mapping.setdefault(name, {}) for name in ("train", "checkpoint"))

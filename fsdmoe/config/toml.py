@@ -22,7 +22,7 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
     A name without ``.toml`` that is no file here is that of a packaged configuration: ``quickstart``.
     """
     file = Path(path)
-    if not file.suffix and not file.is_file() and (PACKAGED / f"{path}.toml").is_file():
+    if is_packaged(path):
         return _read_packaged(PACKAGED / f"{path}.toml")
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -38,6 +38,12 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
         fix = _toml_fix(file, str(error))
         problems.append(f"--config: {path!r} is not readable as TOML: {error}; {fix}")
     return {}
+
+
+def is_packaged(name: str) -> bool:
+    """Whether this names a packaged configuration, and no file here."""
+    file = Path(name)
+    return not file.suffix and not file.is_file() and (PACKAGED / f"{name}.toml").is_file()
 
 
 def _toml_fix(file: Path, error: str) -> str:

@@ -30,6 +30,7 @@ from fsdmoe.data.stream import DataStream, build_data
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.observe.console import make_console, suppress_broken_pipe
+from fsdmoe.rules import counted
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,7 +99,7 @@ def _tokenizer(config: DataConfig) -> Tokenizer | None:
 
 def _show(stream: DataStream, tokenizer: Tokenizer | None, num_rows: int, most: int) -> None:
     for source in stream.sources():
-        print(f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens")
+        print(f"{source.name}: {counted(source.documents, 'document')}, {source.tokens:,} tokens")
         for reason, count in source.dropped.items():
             print(f"  left out: {count:,} {reason}")
         if source.cut:

@@ -25,6 +25,7 @@ from fsdmoe.data.store import StoreWriter, TokenStore, open_store
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import counted
 
 if TYPE_CHECKING:
     from fsdmoe.data.chat import ChatEncoder
@@ -230,8 +231,8 @@ def _tokenise(
             "nothing to learn; name the roles your records use"
         )
     say(
-        f"tokenised {source_name(source)}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens "
-        f"in {time.monotonic() - began:.1f} s"
+        f"tokenised {source_name(source)}: {counted(writer.num_documents, 'document')}, "
+        f"{writer.num_tokens:,} tokens in {time.monotonic() - began:.1f} s"
     )
     if writer.num_documents > num_records:
         say(

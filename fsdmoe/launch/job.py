@@ -12,6 +12,7 @@ from posixpath import normpath
 from fsdmoe.config import CommandLine, Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.launch.ranks import problems_of_fewer
+from fsdmoe.rules import counted
 
 PORT = 29400
 """Where launchers meet, on a node that runs nothing else."""
@@ -102,7 +103,7 @@ def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str | None) -
             lines.append(
                 f"{key}: {size} ranks exchange activations in every layer, and NVLink joins {domain}: a step "
                 f"is predicted to take {here:.2f} s on {gpu.name}, {inside:.2f} s inside of one domain; set "
-                f"{key} so that it stays within {domain} ranks{unless}"
+                f"{key} so that it stays within {counted(domain, 'rank')}{unless}"
             )
     return lines
 

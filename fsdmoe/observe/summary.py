@@ -6,6 +6,7 @@ from fsdmoe.observe.devices import device_name
 from fsdmoe.observe.history import History, Point, best, median
 from fsdmoe.observe.record import RunFacts
 from fsdmoe.observe.text import duration, number, percent, short
+from fsdmoe.rules import counted
 
 LAST_ROWS = 10
 MOST_LAYERS = 8  # the page stays one page; the mean stands for the rest
@@ -71,7 +72,7 @@ def balance_table(experts: Mapping[str, Mapping[str, float | None]]) -> list[str
     shown = [layer for layer in experts if layer in worst_first[:MOST_LAYERS]]  # in the model's order
     means = {name: _mean([figures[name] for figures in experts.values()]) for name in _FIGURES}
     rows = [(layer, experts[layer]) for layer in shown]
-    rows.append((f"mean of {len(experts)} layers", means))
+    rows.append((f"mean of {counted(len(experts), 'layer')}", means))
     width = max(len("layer"), *(len(name) for name, _ in rows))
     lines = [f"{'layer':<{width}}  max/mean      cv    dead  entropy"]
     for name, figures in rows:

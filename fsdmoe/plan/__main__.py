@@ -58,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m fsdmoe.plan", description=__doc__)
     made.add_argument(
-        "model", nargs="?", help="a .toml file, a Hugging Face folder, a config.json, or a preset"
+        "model",
+        nargs="?",
+        help="a .toml file or the name of a packaged one, a Hugging Face folder, a config.json, or a preset",
     )
     made.add_argument("--gpus", type=int, help="how many")
     made.add_argument("--gpu", default="h100", help=f"their kind: {', '.join(GPUS)}")

@@ -1,5 +1,5 @@
-"""What somebody wants planned, from the command line or the page, as a checked configuration: a TOML file, a
-Hugging Face folder or its config.json, or the name of a preset."""
+"""What somebody wants planned, from the command line or the page, as a checked configuration: a TOML file or
+the name of a packaged one, a Hugging Face folder or its config.json, or the name of a preset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdmoe.config import Config, build_config
-from fsdmoe.config.toml import read_toml
+from fsdmoe.config.toml import is_packaged, read_toml
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.models.config import PRESETS
@@ -135,7 +135,7 @@ def _read_tables(model: str, problems: list[str]) -> dict[str, Any]:
         return {"model": {"preset": model}}
     if path.is_dir():
         return {"model": {"hf": str(path)}}
-    if path.suffix == ".toml":
+    if path.suffix == ".toml" or is_packaged(model):
         tables = read_toml(str(path), problems)
         wrong = [name for name, table in tables.items() if not isinstance(table, dict)]
         problems += [f"{name}: expected a table, got a value; write [{name}]" for name in wrong]
@@ -144,7 +144,8 @@ def _read_tables(model: str, problems: list[str]) -> dict[str, Any]:
         return {"model": {"hf": str(path.parent)}}
     known = f"{nearest(model, PRESETS)}" if not path.exists() else "give its folder, or call it config.json"
     problems.append(
-        "model: expected a .toml file, a Hugging Face folder, a config.json or a preset, got "
+        "model: expected a .toml file or the name of a packaged one, a Hugging Face folder, a config.json "
+        "or a preset, got "
         f"{model!r}; {known}"
     )
     return {}

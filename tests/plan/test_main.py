@@ -11,6 +11,7 @@ from fsdmoe.config import build_config
 from fsdmoe.plan import GPUS
 from fsdmoe.plan.__main__ import main, parser
 from fsdmoe.plan.dry_run import dry_run
+from fsdmoe.plan.source import Request, read_request
 
 CONFIGS = Path(__file__).parent.parent / "support/model_configs"
 
@@ -58,6 +59,15 @@ def test_a_file_keeps_its_own_keys_and_its_plan_passes_the_dry_run(
     assert found["config"]["data"]["seq_len"] == 64
 
 
+def test_a_packaged_configuration_is_planned_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reading = read_request(Request("clusters/qwen3-235b-a22b-256xh100-bf16", 256))
+    assert reading.config.model.preset == "qwen3-235b-a22b"
+    assert reading.has_batch, "the file's"
+
+
 def test_meshes_that_are_as_fast_share_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = tmp_path / "given.toml"
     given.write_text(
@@ -94,7 +104,7 @@ def test_a_wrapped_model_is_planned_by_its_own_parameters(
     [
         (
             ["qwen3-30b-a3", "--gpus", "8"],
-            "model: expected a .toml file, a Hugging Face folder, .*did you mean",
+            "model: expected a .toml file or the name of a packaged one, .*did you mean",
         ),
         (["qwen3-30b-a3b", "--gpus", "0"], "--gpus: expected a number from 1"),
         (
