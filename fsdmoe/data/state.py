@@ -98,8 +98,9 @@ def saved_settings(state: dict[str, Any]) -> OrderSettings:
     return OrderSettings(**state["order"])
 
 
-def mismatch(state: dict[str, Any], description: Description) -> str | None:
-    """What differs between a saved position and a data set, in one line; None when they belong together.
+def mismatch(state: dict[str, Any], description: Description, *, goes_on: bool) -> str | None:
+    """What differs between a saved position and a data set, in one line, and what to do about it, or, with
+    `goes_on`, what is done (:func:`from_dict`); None when they belong together.
 
     `description` holds the settings that the user asked for; those left to us are taken from the saved
     position.
@@ -124,10 +125,16 @@ def mismatch(state: dict[str, Any], description: Description) -> str | None:
         changes.append(f"weights were {weights} and are {list(description.weights)}")
     if not changes:
         return None
-    return (
-        f"data: the saved position belongs to another data set or order: {'; '.join(changes)}; restore the "
-        'section, or set data.on_change = "continue" to go on with the sources that are still there'
-    )
+    text = f"data: the saved position belongs to another data set or order: {'; '.join(changes)}"
+    if not goes_on:
+        return (
+            f'{text}; restore the section, or set data.on_change = "continue" to go on with the sources that '
+            "are still there"
+        )
+    kept = [name for name, content in zip(*columns, strict=True) if content in contents]
+    places = {"from the beginning": new, "at the saved position": kept}
+    told = [f"{', '.join(names)} {where}" for where, names in places.items() if names]
+    return f'{text}; data.on_change = "continue", so it goes on with {"; ".join(told)}'
 
 
 def from_dict(state: dict[str, Any], description: Description, order: ChunkOrder) -> Position:

@@ -185,8 +185,9 @@ class DataStream:
             piece_len=self._config.piece_len or settings.piece_len,
             cursors=self._config.cursors or settings.cursors,
         )
-        message = saved.mismatch(state, self._describe(asked))
-        if message is not None and self._config.on_change == "stop":
+        goes_on = self._config.on_change == "continue"
+        message = saved.mismatch(state, self._describe(asked), goes_on=goes_on)
+        if message is not None and not goes_on:
             raise ConfigError(message)
         if message is not None and self._reader.shape.dp_rank == 0:
             say(message.removeprefix("data: "))

@@ -267,6 +267,12 @@ def test_on_request_a_changed_data_set_goes_on_where_each_source_stood(change, c
     message = other.load_state_dict(stream.state_dict())
     assert message is not None
     assert expected in message
+    assert "set data.on_change" not in message, "it is set"
+    places = {
+        "another content": "source0 from the beginning; source1 at the saved position",
+        "swapped sources": "source1, source0 at the saved position",
+    }.get(change, "source0, source1 at the saved position")
+    assert message.endswith(f"it goes on with {places}")
     assert expected in capsys.readouterr().err
     again = set(tokens_of(take_steps([other], 1)))
     if change != "another content":  # there the tokens of the changed source are new ones under old numbers
