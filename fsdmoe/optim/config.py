@@ -122,7 +122,15 @@ class OptimConfig:
                 f'optim.muon: expected optim.name = "muon", which it is about, got "{self.name}"; '
                 "set that, or drop [optim.muon]"
             )
-        if self.name != "sgd":
+        if self.name == "sgd":
+            unread = [k for k in ("beta1", "beta2", "eps") if getattr(self, k) != getattr(OptimConfig, k)]
+            unread += ["weight_decay"] if self.weight_decay not in (0, OptimConfig.weight_decay) else []
+            problems += [
+                f'optim.{key}: expected optim.name = "adamw" or "muon", which read it, got "sgd"; drop '
+                "the line"
+                for key in unread
+            ]
+        else:
             betas = [group.betas[1] for group in self.groups if group.betas is not None]
             for beta2 in dict.fromkeys(beta2 for beta2 in (self.beta2, *betas) if beta2 < 1):
                 problems += beta2_problems(beta2, self.moment_dtypes[1])

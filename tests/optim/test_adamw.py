@@ -230,4 +230,12 @@ def test_the_section_refuses_such_a_beta_before_anything_is_built() -> None:
         OptimConfig(beta2=0.999, moment_dtype="bfloat16")
     OptimConfig(beta2=0.999)
     OptimConfig(beta2=0.995, moment_dtype="bfloat16")
-    OptimConfig(name="sgd", beta2=0.999, moment_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("beta1", 0.8), ("beta2", 0.999), ("eps", 1e-6), ("weight_decay", 0.05)]
+)
+def test_sgd_refuses_what_it_would_ignore(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"optim\.{key}: .* got \"sgd\"; drop the line"):
+        OptimConfig(name="sgd", **{key: value})
+    OptimConfig(name="sgd", weight_decay=0.0)  # that is what it does
