@@ -99,6 +99,7 @@ _FP8 = 'weights stay in one of them; for products in fp8 set precision.recipe = 
 _BY_ANOTHER_KEY = {
     ("precision.param_dtype", "fp8"): _FP8,
     ("precision.param_dtype", "float8"): _FP8,
+    **{("precision.recipe", name): "did you mean fp8_blockwise?" for name in ("fp8", "float8", "e4m3")},
     **{
         ("optim.name", name): 'write "adamw" with optim.moment_dtype = "torchao_8bit"'
         for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw8bit", "adamw_torch_8bit")

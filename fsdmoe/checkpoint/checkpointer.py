@@ -162,8 +162,8 @@ class Checkpointer(Saver):
             loaded = self._load(parts)
         if loaded is None and not is_optional:
             raise ConfigError(
-                f"checkpoint.load: expected a checkpoint, got none in {self.storage.root}; is "
-                "train.output_dir right?"
+                f"checkpoint.load: expected a checkpoint, got none in {self.storage.root}; name the folder "
+                "of a run that has one (--resume FOLDER), or train first"
             )
         return loaded
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -242,14 +243,18 @@ def _stream_problems(config: DataConfig) -> list[str]:
     return problems
 
 
+_KIND_OF_ENDING = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens", ".npy": "tokens"}
+
+
 def _source_problems(key: str, source: SourceConfig) -> list[str]:
     if source.kind not in get_args(SourceKind):
         return one_of(key, vars(source), {"kind": get_args(SourceKind)})
     problems = []
     if source.kind == "python-stdlib" and source.path:
+        kind = _KIND_OF_ENDING.get(os.path.splitext(source.path)[1], "text")
         problems.append(
             f"{key}.path: python-stdlib reads the running Python's own sources and takes no path, "
-            f'got {source.path!r}; remove it or set {key}.kind = "text"'
+            f'got {source.path!r}; remove it or set {key}.kind = "{kind}"'
         )
     if source.kind != "python-stdlib" and not source.path and not source.dataset:
         problems.append(

@@ -26,7 +26,11 @@ BAD = {
     "ends for bytes": ({"eos_token": "</s>"}, r"data\.eos_token"),
     "no path": ({"kind": "text"}, r"data\.path: expected a file, directory or glob for kind 'text'"),
     "unknown kind": ({"kind": "csv", "path": "a"}, r"data\.kind: expected one of python-stdlib"),
-    "path for stdlib": ({"path": "a.txt"}, r"data\.path: python-stdlib .* takes no path"),
+    "path for stdlib": (
+        {"path": "a.txt"},
+        r"data\.path: python-stdlib .* takes no path, .*data\.kind = \"text\"",
+    ),
+    "records for stdlib": ({"path": "a.jsonl"}, r"remove it or set data\.kind = \"jsonl\""),
     "no bytes": ({"max_bytes": 0}, r"data\.max_bytes: expected a positive size"),
     "wrong dtype": ({"kind": "tokens", "path": "a", "dtype": "int8"}, r"data\.dtype: expected one of uint16"),
     "option of another kind": (

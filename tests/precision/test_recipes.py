@@ -44,7 +44,7 @@ def test_the_format_of_gradients_and_powers_of_two_are_keys() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"recipe": "fp8"}, "precision.recipe: expected one of bf16"),
+        ({"recipe": "fp8"}, "nvfp4, got 'fp8'; did you mean fp8_blockwise"),
         ({"recipe": "mxfp8", "covers": ("expert",)}, "precision.covers: expected one of experts"),
         ({"recipe": "mxfp8", "keep_last_layers": -1}, "precision.keep_last_layers: expected 0 or more"),
         ({"recipe": "nvfp4", "gradient_format": "e5m2"}, "precision.gradient_format: expected an fp8 recipe"),
