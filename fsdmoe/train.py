@@ -82,6 +82,7 @@ class Run:
                 global_batch_size=train.global_batch_size,
                 seed=train.seed,
                 prepare=self.feed.prepare,
+                trains=trains,
             )
         checkpoint = config.checkpoint if trains else replace(config.checkpoint, in_memory=0)
         self.checkpoints = Checkpointer(checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config))

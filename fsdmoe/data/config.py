@@ -213,9 +213,9 @@ def _stream_problems(config: DataConfig) -> list[str]:
     problems = []
     if config.seq_len < 2:
         problems.append(f"data.seq_len: expected at least 2 tokens a row, got {config.seq_len}; raise it")
-    if not 0.0 <= config.holdout < 1.0:
+    if not 0.0 <= config.holdout <= 1.0:
         problems.append(
-            f"data.holdout: expected a fraction in [0, 1), got {config.holdout}; 0.01 keeps one document "
+            f"data.holdout: expected a fraction from 0 to 1, got {config.holdout}; 0.01 keeps one document "
             "in 100"
         )
     problems += at_least("data", vars(config), {"num_workers": 0, "prefetch": 0})

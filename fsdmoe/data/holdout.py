@@ -35,14 +35,18 @@ class Holdout:
 
     def training_chunks(self, store: TokenStore, piece_len: int) -> ChunkTable:
         """The chunks of a store that training reads."""
-        table = build_chunks(store, piece_len, self.is_held_out)
-        if table.num_training_documents == 0:
-            raise ConfigError(
-                f"data.holdout: all {store.num_documents} document(s) of {store.name} are held out and "
-                "none is left to train on; cut the files into documents (data.separator; of token ids "
-                "data.document_end, or a file x.offsets.npy next to x.npy), add some, or set data.holdout = 0"
-            )
-        return table
+        return build_chunks(store, piece_len, self.is_held_out)
+
+    def require_training(self, tables: Sequence[ChunkTable]) -> None:
+        """Refuse to train where a store has no document for it; ``tables`` are those of the stores."""
+        for store, table in zip(self.stores, tables, strict=True):
+            if table.num_training_documents == 0:
+                raise ConfigError(
+                    f"data.holdout: all {store.num_documents} document(s) of {store.name} are held out and "
+                    "none is left to train on; cut the files into documents (data.separator; of token ids "
+                    "data.document_end, or a file x.offsets.npy next to x.npy), add some, or set "
+                    "data.holdout = 0"
+                )
 
     def documents(self) -> Spans:
         """Every held-out document."""

@@ -78,8 +78,11 @@ class DataStream:
         shape: Shape,
         seed: int,
         prepare: Prepare | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
         self.vocab_size = vocab_size
+        self._trains = trains
         self.stores = tuple(stores)
         self._config = config
         self._weights = tuple(float(source.weight) for _, source in keyed_sources(config))
@@ -127,7 +130,8 @@ class DataStream:
         return [
             SourceFacts(
                 store.name, store.num_documents, store.num_tokens, weight / sum(self._weights),
-                num_read, num_read / table.num_training_tokens, store.dropped, num_cut, store.without_loss,
+                num_read, num_read / max(table.num_training_tokens, 1), store.dropped, num_cut,
+                store.without_loss,
             )
             for store, weight, num_read, table, num_cut in rows
         ]  # fmt: skip
@@ -234,6 +238,8 @@ class DataStream:
 
     def _build_order(self, piece_len: int, seed: int, shuffle: bool) -> ChunkOrder:
         tables = [self._holdout.training_chunks(store, piece_len) for store in self.stores]
+        if self._trains:
+            self._holdout.require_training(tables)
         return ChunkOrder(tables, self._weights, seed=seed, shuffle=shuffle)
 
     def _default_cursors(self) -> int:
@@ -259,13 +265,14 @@ def build_data(
     global_batch_size: int,
     seed: int,
     prepare: Prepare | None = None,
+    trains: bool = True,
 ) -> DataStream:
     """Open the data set of a section for one data-parallel rank.
 
     Ranks that share their tokens (context and tensor parallelism) pass the same `dp_rank` and read the same
     rows. The first process tokenises what is not in the cache yet; the others wait for it.
     `prepare` turns the micro-batches of a step into what `next_step` shall return, ahead of it, in the
-    background.
+    background. Without `trains`, all documents may be held out.
     """
     shape = Shape(
         dp_rank=dp_rank,
@@ -275,4 +282,4 @@ def build_data(
         seq_len=config.seq_len,
     )
     stores, vocab_size = open_sources(config)
-    return DataStream(stores, vocab_size, config, shape, seed, prepare)
+    return DataStream(stores, vocab_size, config, shape, seed, prepare, trains=trains)

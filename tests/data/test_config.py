@@ -14,7 +14,7 @@ TEXT = SourceConfig(path="a.txt")
 
 BAD = {
     "row too short": ({"seq_len": 1}, r"data\.seq_len: expected at least 2"),
-    "holdout of everything": ({"holdout": 1.0}, r"data\.holdout: expected a fraction"),
+    "holdout of more than everything": ({"holdout": 1.1}, r"data\.holdout: expected a fraction"),
     "negative holdout": ({"holdout": -0.1}, r"data\.holdout: expected a fraction"),
     "negative workers": ({"num_workers": -1}, r"data\.num_workers: expected 0 or more, got -1"),
     "negative prefetch": ({"prefetch": -1}, r"data\.prefetch: expected 0 or more, got -1"),
