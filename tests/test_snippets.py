@@ -215,6 +215,8 @@ def check_module(command: Command) -> None:
         observe_parser().parse_args(words)
     elif module == "fsdmoe.data":
         assert not data_parser().parse_known_args(words)[1], command
+    elif module == "fsdmoe.config.compatibility_page":
+        assert words == ["docs/compatibility.md"], command
     else:
         assert module in ("venv", "fsdmoe.launch.store", "tests.support.random_programs.run"), command
 

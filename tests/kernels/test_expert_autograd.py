@@ -75,8 +75,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def map_bytes(num_slots: int, align: int) -> int:
-    """Of rows that are sorted by expert."""
-    return 4 * (ROWS * TOP_K + num_slots + EXPERTS + 2 + EXPERTS + num_slots // align)
+    """Of rows that are sorted by expert: positions, sources, offsets, counts, tiles, the order of experts."""
+    return 4 * (ROWS * TOP_K + num_slots + EXPERTS + 2 + EXPERTS + num_slots // align + EXPERTS)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
