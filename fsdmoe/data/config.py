@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from dataclasses import dataclass, fields
+from fnmatch import fnmatch
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError, refuse
@@ -243,7 +243,20 @@ def _stream_problems(config: DataConfig) -> list[str]:
     return problems
 
 
-_KIND_OF_ENDING = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens", ".npy": "tokens"}
+DEFAULT_GLOBS: dict[str, tuple[str, ...]] = {
+    "text": ("*.txt", "*.txt.gz"),
+    "jsonl": ("*.jsonl", "*.jsonl.gz"),
+    "parquet": ("*.parquet",),
+    **dict.fromkeys(("chat", "completion", "preference"), ("*.jsonl", "*.jsonl.gz", "*.parquet")),
+    "tokens": ("*.npy", "*.bin"),
+}
+"""The files of a folder that a kind reads, unless `glob` says otherwise."""
+
+
+def _kind_of(path: str) -> str:
+    """The first kind whose files have such names; text where none has."""
+    fits = (kind for kind, globs in DEFAULT_GLOBS.items() if any(fnmatch(path, each) for each in globs))
+    return next(fits, "text")
 
 
 def _source_problems(key: str, source: SourceConfig) -> list[str]:
@@ -251,10 +264,9 @@ def _source_problems(key: str, source: SourceConfig) -> list[str]:
         return one_of(key, vars(source), {"kind": get_args(SourceKind)})
     problems = []
     if source.kind == "python-stdlib" and source.path:
-        kind = _KIND_OF_ENDING.get(os.path.splitext(source.path)[1], "text")
         problems.append(
             f"{key}.path: python-stdlib reads the running Python's own sources and takes no path, "
-            f'got {source.path!r}; remove it or set {key}.kind = "{kind}"'
+            f'got {source.path!r}; remove it or set {key}.kind = "{_kind_of(source.path)}"'
         )
     if source.kind != "python-stdlib" and not source.path and not source.dataset:
         problems.append(

@@ -11,17 +11,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdmoe.data.config import SourceConfig
+from fsdmoe.data.config import DEFAULT_GLOBS, SourceConfig
 from fsdmoe.errors import ConfigError
 from fsdmoe.rules import near_file
 
-_DEFAULT_GLOBS: dict[str, tuple[str, ...]] = {
-    "text": ("*.txt", "*.txt.gz"),
-    "jsonl": ("*.jsonl", "*.jsonl.gz"),
-    "parquet": ("*.parquet",),
-    **dict.fromkeys(("chat", "completion", "preference"), ("*.jsonl", "*.jsonl.gz", "*.parquet")),
-    "tokens": ("*.npy", "*.bin"),
-}
 # Left out of the standard-library corpus: third-party packages, compiled files, and tests, some of which are
 # deliberately broken source or not UTF-8.
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
@@ -52,7 +45,7 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
     if path.is_file():
         found = [(path, path.name)]
     elif path.is_dir():
-        patterns = (source.glob,) if source.glob else _DEFAULT_GLOBS[source.kind]
+        patterns = (source.glob,) if source.glob else DEFAULT_GLOBS[source.kind]
         found = _search(path, patterns)
         if not found:
             raise ConfigError(

@@ -30,7 +30,7 @@ BAD = {
         {"path": "a.txt"},
         r"data\.path: python-stdlib .* takes no path, .*data\.kind = \"text\"",
     ),
-    "records for stdlib": ({"path": "a.jsonl"}, r"remove it or set data\.kind = \"jsonl\""),
+    "records for stdlib": ({"path": "x/a.jsonl.gz"}, r"remove it or set data\.kind = \"jsonl\""),
     "no bytes": ({"max_bytes": 0}, r"data\.max_bytes: expected a positive size"),
     "wrong dtype": ({"kind": "tokens", "path": "a", "dtype": "int8"}, r"data\.dtype: expected one of uint16"),
     "option of another kind": (
