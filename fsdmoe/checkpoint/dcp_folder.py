@@ -32,6 +32,8 @@ from fsdmoe.checkpoint.storage import Storage, read_file
 
 DCP_METADATA = ".metadata"
 MOST_OBJECT_BYTES = 64 << 20  # the names of half a million parameters
+# Of a zip dozens of small places are read, each by a request of the storage: small ones are read by one.
+_READ_AT_ONCE = 1 << 20
 Path = tuple[str, ...]
 
 
@@ -117,6 +119,8 @@ class DCPFolder:
         where = f"{self.name}/{span.file}"
         try:
             data: Any = _Slice(self.storage, self.name, span)
+            if span.length <= _READ_AT_ONCE:
+                data = io.BytesIO(data.read())
             if zipfile.is_zipfile(data):
                 unpacked = sum(entry.file_size for entry in zipfile.ZipFile(data).infolist())
                 if unpacked > span.length:  # torch packs nothing
