@@ -10,7 +10,7 @@ torch's allocator while it steps, next to what the dry run plans.
     python benchmarks/adapters.py --on all --base bfloat16 fp8 --graphs     both bases, next to each other
     python benchmarks/adapters.py --on all --base bfloat16 fp8 --layers 8   a quick look: 8 layers
     python benchmarks/adapters.py --tokens 4096 --graphs     each step as a CUDA graph too
-    python benchmarks/adapters.py --on all --recompute layer --peer      transformers with peft next to it
+    python benchmarks/adapters.py --on all --recompute layer --peer eager compiled      transformers with peft
     python benchmarks/adapters.py --tiny         the same on a CPU in seconds, to see that it works
 """
 
@@ -162,9 +162,9 @@ def measure(setting: Setting, args: argparse.Namespace, folder: str, meshes: Mes
     return found
 
 
-def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dict[str, Any]:
+def measure_peer(setting: Setting, mode: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """transformers with peft: grouped products of experts, torch's attention, its own fused AdamW, factors in
-    bfloat16 (peft's default of float32 multiplies in it)."""
+    bfloat16 (peft's default of float32 multiplies in it); each layer compiled on request."""
     import peft
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -187,6 +187,9 @@ def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dic
     if setting.recompute == "layer":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
+    if mode == "compiled":
+        for layer in model.get_base_model().model.layers:
+            layer.compile()
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     wait(DEVICE)
@@ -208,7 +211,7 @@ def measure_peer(setting: Setting, args: argparse.Namespace, folder: str) -> dic
     times = [milliseconds(step, 1, DEVICE) for _ in range(args.steps)]
     return {
         **setting._asdict(),
-        "on": f"{setting.on}, transformers and peft",
+        "on": f"{setting.on}, transformers and peft, {mode}",
         "base": "bfloat16",
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": sum(p.numel() for p in trained),
@@ -266,7 +269,8 @@ def main() -> None:
     parser.add_argument("--on", nargs="+", default=["attention", "all"], choices=["attention", "all"])
     parser.add_argument("--recompute", nargs="+", default=["layer", "nothing"], choices=["layer", "nothing"])
     parser.add_argument("--graphs", action="store_true", help="each setting with graphs as well")
-    parser.add_argument("--peer", action="store_true", help="transformers with peft after each setting")
+    parser.add_argument("--peer", nargs="+", default=[], choices=["eager", "compiled"],
+                        help="transformers with peft after each setting")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=4096, help="of a row")
     parser.add_argument("--steps", type=int, default=8, help="that are timed")
@@ -291,14 +295,16 @@ def main() -> None:
             found.append(measure(setting, args, folder, meshes))
             report(found[-1])
             free_memory()
-            if not args.peer or setting.graphs != "none" or setting.base != "bfloat16":
+            if setting.graphs != "none" or setting.base != "bfloat16":
                 continue
-            try:
-                found.append(measure_peer(setting, args, folder))
-                report(found[-1])
-            except torch.OutOfMemoryError:
-                print(f"| {setting.on}, transformers and peft | {setting.recompute} | out of memory |")
-            free_memory()
+            for mode in args.peer:
+                try:
+                    found.append(measure_peer(setting, mode, args, folder))
+                    report(found[-1])
+                except Exception as error:  # out of memory, or what the compiler cannot take
+                    told = (str(error).splitlines() or [""])[0]
+                    print(f"| {setting.on}, transformers and peft, {mode} | {type(error).__name__}: {told} |")
+                free_memory()
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()

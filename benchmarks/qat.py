@@ -6,7 +6,7 @@ held-out losses are compared: of the plain run; of its weights, rounded (``--eva
 ``precision.qat``); and of the run that was rounded all along. The share that training gives back is
 (rounded - trained) / (rounded - plain), of means over the seeds. It must be ``--limit`` or more.
 
-    python benchmarks/qat.py --seeds 3
+    python benchmarks/qat.py --seeds 3 --jobs 3                                3 minutes on one H200
     python benchmarks/qat.py --seeds 3 --modules '["*.experts", "*_proj"]'     all projections
     python benchmarks/qat.py --tiny --formats int4                             a model of two layers
 """
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +78,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at a time")
     parser.add_argument("--formats", nargs="+", default=["int4", "mxfp4"])
     parser.add_argument("--modules", default='["*.experts"]', help="precision.qat_modules of all runs")
     parser.add_argument("--lr", type=float, default=2e-4, help="of the steps that are compared")
@@ -84,9 +86,13 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a model of two layers")
     options = parser.parse_args()
     common = ("--train.steps", str(options.steps), *(TINY if options.tiny else ()))
-    every = [
-        losses(seed, options.formats, options.modules, options.lr, common) for seed in range(options.seeds)
-    ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        every = list(
+            pool.map(
+                lambda seed: losses(seed, options.formats, options.modules, options.lr, common),
+                range(options.seeds),
+            )
+        )
     means = {what: statistics.mean(each[what] for each in every) for what in every[0]}
     is_enough = True
     print(f"\n{'held-out loss':<14}{'plain':>10}{'rounded':>10}{'trained':>10}{'given back':>12}")

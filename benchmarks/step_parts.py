@@ -48,6 +48,10 @@ _BY_NAME = (
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|aten::(add)?mm|cublas|splitK", re.IGNORECASE)
 
 
+_LAUNCH = re.compile(r"cu(da)?Launch")
+"""Calls of the runtime: events of their own, which claim the kernels of their operations once more."""
+
+
 def part_of(work: Work, model: ModelConfig) -> str:
     """The part of ``model`` that a kernel belongs to."""
     for part, pattern in _BY_NAME:
@@ -110,6 +114,8 @@ def _kernels(events: Iterable[Any]) -> list[Work]:
     claimed: defaultdict[str, float] = defaultdict(float)
     whole: defaultdict[str, float] = defaultdict(float)
     for event in events:
+        if event.is_user_annotation or _LAUNCH.match(event.name):
+            continue
         if event.device_type != torch.autograd.DeviceType.CPU:
             whole[event.name] += event.self_device_time_total / 1e3
             continue

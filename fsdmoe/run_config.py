@@ -88,7 +88,18 @@ def _told_changes(folder: Path, config: Config) -> list[str]:
     lines = [f"{key} {change}" for key, change in differences(before, config).items()]
     for line in lines:
         logger.info("changed since the last start: %s", line)
+    warn_of_trained_documents(before, config)
     return lines
+
+
+def warn_of_trained_documents(before: Config, now: Config) -> None:
+    """Where more of the same documents are held out than before."""
+    if now.data.holdout > before.data.holdout:
+        logger.warning(
+            "data.holdout was %g: documents that are held out only since now have been trained on, so that "
+            "the held-out loss is lower than that of new text",
+            before.data.holdout,
+        )
 
 
 def differences(before: Config, now: Config) -> dict[str, str]:

@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.run_config import differences, refuse_other_model, refuse_other_optimizer
+from fsdmoe.run_config import (
+    differences,
+    refuse_other_model,
+    refuse_other_optimizer,
+    warn_of_trained_documents,
+)
 from fsdmoe.testing import requires_peft
 from tests.support.config_building import build
 from tests.support.hf_tiny import tiny_hf
@@ -19,6 +24,18 @@ def test_a_table_that_only_one_has_is_told_by_its_keys() -> None:
     now = tiny_config("run", 1, experts__capacity__factor=2.0)
     assert differences(before, now)["experts.capacity.factor"] == "None -> 2.0"
     assert differences(before, before) == {}
+
+
+def test_documents_that_were_trained_on_are_not_called_held_out_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fewer, more = (tiny_config("run", 1, data__holdout=share) for share in (0.01, 0.1))
+    warn_of_trained_documents(more, fewer)
+    warn_of_trained_documents(fewer, fewer)
+    assert not caplog.messages
+    warn_of_trained_documents(fewer, more)
+    (told,) = caplog.messages
+    assert told.startswith("data.holdout was 0.01: ")
 
 
 def test_keys_that_leave_all_parameters_as_they_are_do_not_make_another_model() -> None:

@@ -152,9 +152,9 @@ def _with_mesh_that_fits(
     """A run's tables, without its mesh where that is not for so many ranks: to evaluate, any will do."""
     problems: Problems = []
     config, _ = compose(mapping, overrides, problems, needs_data=False)
-    if problems or not cross_problems(config, world_size):
+    if not cross_problems(config, world_size):
         return mapping
-    if own_rank() == 0:
+    if own_rank() == 0 and not problems:
         line = f"the mesh of the run is not for {world_size} ranks, which share all weights instead"
         print(f"fsdmoe: --evaluate-only: {line}", file=sys.stderr, flush=True)
     return {name: table for name, table in mapping.items() if name != "mesh"}

@@ -76,7 +76,8 @@ def tokenizer_path(name: str) -> Path | None:
     if not path.is_file():
         raise ConfigError(
             f'data.tokenizer: expected "bytes" or the path of a tokenizer.json, got {name!r}, and there is '
-            f"no file {path}; download the tokenizer of your model and give its path"
+            f"no file {path}; download the tokenizer of your model (hf download MODEL tokenizer.json "
+            "--local-dir FOLDER) and give its path"
         )
     return path
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdmoe.config import CommandLine, load_config
+from fsdmoe.config.toml import PACKAGED, is_packaged
 from fsdmoe.errors import ConfigError
 from fsdmoe.launch import kubernetes, ray_train, skypilot, slurm
 from fsdmoe.launch.job import (
@@ -138,7 +139,9 @@ def _kubernetes(job: ClusterJob, options: argparse.Namespace) -> Files:
         raise ConfigError("--image: expected the container image of the job, got none; name one")
     at = job.arguments.index("--config") + 1
     inside = (*job.arguments[:at], kubernetes.CONFIG_FILE.format(job.config_name), *job.arguments[at + 1 :])
-    text = Path(job.arguments[at]).read_text(encoding="utf-8")
+    name = job.arguments[at]
+    file = PACKAGED / f"{name}.toml" if is_packaged(name) else Path(name)
+    text = file.read_text(encoding="utf-8")
     job = replace(job, arguments=inside)
     given = {"image": options.image, "config": text, "claim": options.shared}
     if options.plain or job.is_elastic:

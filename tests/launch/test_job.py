@@ -30,9 +30,9 @@ def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     """Writes the job of a tiny run in an empty working directory; the folder of its files."""
     monkeypatch.chdir(tmp_path)
 
-    def write(*words: str, nodes: str = "2", gpus: str = "1") -> Path:
-        config = write_config(tmp_path, 20)
-        given = ["--nodes", nodes, "--gpus-per-node", gpus, "--config", str(config)]
+    def write(*words: str, nodes: str = "2", gpus: str = "1", config: str = "") -> Path:
+        config = config or str(write_config(tmp_path, 20))
+        given = ["--nodes", nodes, "--gpus-per-node", gpus, "--config", config]
         code = main([*words, *given])
         said = capsys.readouterr()
         assert code == 0, said.err
@@ -116,6 +116,11 @@ def test_kubernetes_objects_are_as_the_published_schemas_say(
     assert [each["kind"] for each in objects] == (["Service", "Job"] if plain else ["TrainJob"])
     for each in objects:
         check(each, {"ref": each["kind"]}, each["kind"])
+
+
+def test_a_packaged_configuration_goes_into_the_job(launch: Launch) -> None:
+    folder = launch("--on", "kubernetes", "--image", "fsdmoe:1", config="quickstart")
+    assert 'preset = \\"quickstart\\"' in (folder / "job.json").read_text()
 
 
 def test_a_field_that_the_schema_does_not_know_is_found(launch: Launch) -> None:

@@ -14,7 +14,7 @@ from fsdmoe.precision.formats import E4M3, E5M2, Scaling
 from tests.support.triton.compile_launches import compiling
 
 
-@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
 def test_codes_are_converted_in_pairs_and_moved_sixteen_bytes_at_a_time(architecture: int) -> None:
     x = torch.zeros(256, 512, dtype=torch.bfloat16)
     with compiling(architecture) as compiled:

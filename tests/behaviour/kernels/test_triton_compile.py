@@ -118,7 +118,7 @@ def test_a_layer_with_low_rank_updates_builds_for_hopper(num_rows: int, rank: in
     check(compiled, *LAYER)
 
 
-@pytest.mark.parametrize("architecture", [pytest.param(90, marks=pytest.mark.full), 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
 def test_a_layer_of_clamped_experts_with_biases_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(512, 64, biased=True)
@@ -168,7 +168,7 @@ def test_a_layer_of_few_rows_with_sinks_builds(architecture: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
 def test_a_layer_of_wide_experts_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(512, 2064)
@@ -188,7 +188,7 @@ def test_the_router_builds(architecture: int) -> None:
     check(compiled, "_forward_kernel", "_backward_kernel", "_router_grad_kernel")
 
 
-@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
 def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     logits = torch.zeros(4, 5000, dtype=torch.bfloat16)
     flat = [torch.zeros(64) for _ in range(4)]
@@ -224,7 +224,7 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     assert wide >= 4, "full blocks of all four buffers are to be read 16 bytes at a time"
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.full), 90])
 def test_an_optimizer_with_moments_in_eight_bits_builds(architecture: int) -> None:
     main, grad, weight = torch.zeros(4096), torch.zeros(4096), torch.zeros(4096, dtype=torch.bfloat16)
     small = BlockFloats(torch.zeros(4096, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
@@ -243,7 +243,7 @@ def test_an_optimizer_with_moments_in_eight_bits_builds(architecture: int) -> No
     assert wide >= 2, "full blocks of main weights and gradients are to be read 16 bytes at a time"
 
 
-@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
 def test_the_permutation_of_a_dispatcher_builds(architecture: int) -> None:
     ids = torch.zeros(64, 2, dtype=torch.int64)
     with compiling(architecture) as compiled:
