@@ -66,7 +66,9 @@ def build(name: str, settings: argparse.Namespace) -> Contender:
     dtype = str(DTYPE).removeprefix("torch.")
     precision = PrecisionConfig(param_dtype=dtype, main_dtype=dtype, reduce_dtype=dtype)  # type: ignore[arg-type]
     model = parallelize(model, build_meshes(), ParallelPolicy(precision=precision))
-    return Contender("wrapped", model, AdamW(model, lr=RATE, moment_dtype=DTYPE))
+    return Contender(
+        "wrapped", model, AdamW(model, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, moment_dtype=DTYPE)
+    )
 
 
 def measure(name: str, settings: argparse.Namespace, tokens: torch.Tensor) -> dict[str, Any]:
