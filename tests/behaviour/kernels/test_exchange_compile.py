@@ -46,7 +46,8 @@ def test_every_kernel_compiles_and_rows_leave_in_16_bytes_at_a_time(architecture
         assert "st.global.v4" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [90, 100])
 def test_the_plan_of_clones_compiles_for_256_experts_of_64_ranks(architecture: int) -> None:
     with compiling(architecture) as compiled:
         clones.plan_clones_triton(torch.zeros(64, 256, dtype=torch.int32), 2, 1024)

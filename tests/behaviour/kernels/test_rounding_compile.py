@@ -13,9 +13,8 @@ from tests.behaviour.kernels.test_triton_compile import check
 from tests.support.triton.compile_launches import compiling
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture"), [("nvfp4", 90), pytest.param("fp8_rowwise", 100, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "architecture"), [("nvfp4", 90), ("fp8_rowwise", 100)])
 def test_emulated_experts_build(name: str, architecture: int) -> None:
     recipe = build_recipe(name)  # type: ignore[arg-type]
     assert recipe is not None

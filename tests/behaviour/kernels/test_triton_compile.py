@@ -110,25 +110,25 @@ def test_the_layer_builds(architecture: int) -> None:
     check(compiled, *LAYER)
 
 
-@pytest.mark.parametrize("rank", [8, *(pytest.param(rank, marks=pytest.mark.full) for rank in (32, 64, 128))])
-@pytest.mark.parametrize("num_rows", [16, pytest.param(512, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [8, 32, 64, 128])
+@pytest.mark.parametrize("num_rows", [16, 512])
 def test_a_layer_with_low_rank_updates_builds_for_hopper(num_rows: int, rank: int) -> None:
     with compiling(90) as compiled:
         run_adapted_layer(num_rows, rank)
     check(compiled, *LAYER)
 
 
-@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [90, 100])
 def test_a_layer_of_clamped_experts_with_biases_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(512, 64, biased=True)
     check(compiled, *LAYER, "_bias_grad_kernel")
 
 
-@pytest.mark.parametrize(
-    "activation",
-    ["geglu", *(pytest.param(name, marks=pytest.mark.full) for name in ACTIVATIONS if name != "geglu")],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_layer_with_any_gated_activation_builds_for_hopper(activation: str) -> None:
     with compiling(90) as compiled:
         run_layer(512, 64, activation=activation)
@@ -160,7 +160,8 @@ def test_two_programs_of_a_narrow_weight_gradient_fit_a_multiprocessor(dtype: to
     assert 2 * kernel.metadata.shared <= SHARED_LIMIT - 1024  # each program has a further 1 KiB
 
 
-@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [90, 100])
 def test_a_layer_of_few_rows_with_sinks_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(16, 64, sinks=True)
@@ -168,7 +169,7 @@ def test_a_layer_of_few_rows_with_sinks_builds(architecture: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("architecture", [90, 100])
 def test_a_layer_of_wide_experts_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(512, 2064)
@@ -256,7 +257,8 @@ def test_the_permutation_of_a_dispatcher_builds(architecture: int) -> None:
     check(compiled, "_order_rows_kernel")
 
 
-@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [90, 100])
 def test_symmetric_products_build_and_two_programs_fit_a_multiprocessor(architecture: int) -> None:
     wide = torch.zeros(2, 256, 512, dtype=torch.bfloat16)
     with compiling(architecture) as compiled:
