@@ -14,12 +14,12 @@ step.
     python benchmarks/dense_or_moe.py --draw curves.json      to docs/results/dense_or_moe_*.svg
     python benchmarks/dense_or_moe.py --tiny                  on a CPU, to see that it works
 
-``--corpus`` is a folder that ``benchmarks/corpus.py`` has written; without it two bytes of the sources of
-Python's standard library are a token and a file is a document. Routers of a new model send most tokens to few
-experts, which settles within some 60 steps of text (on random tokens it does not): both models train so many
-before they are timed. ``--curves`` trains one model after the other and skips what the JSON holds already, so
-that a table may be filled in several calls (``--budget``: seconds of one). Any key of train.py may follow:
-``--optim.lr=1e-3``.
+``--corpus`` is a folder that ``benchmarks/corpus.py`` has written; without it two bytes (``--tiny``: one) of
+the sources of Python's standard library are a token and a file is a document. Routers of a new model send
+most tokens to few experts, which settles within some 60 steps of text (on random tokens it does not): both
+models train so many before they are timed. ``--curves`` trains one model after the other and skips what the
+JSON holds already, so that a table may be filled in several calls (``--budget``: seconds of one). Any key of
+train.py may follow: ``--optim.lr=1e-3``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TINY = {
     "precision.param_dtype": "float32", "model.hidden_size": "32", "model.num_hidden_layers": "2",
     "model.num_attention_heads": "2", "model.num_key_value_heads": "2", "model.head_dim": "16",
     "model.intermediate_size": "64", "model.num_experts": "8", "model.num_experts_per_tok": "2",
-    "model.moe_intermediate_size": "32", "model.vocab_size": "32768", "data.seq_len": "32",
+    "model.moe_intermediate_size": "32", "model.vocab_size": "256", "data.seq_len": "32",
 }  # fmt: skip
 MODELS = ("dense", "MoE")
 WANTED = {65_536: 1.14, 16_384: 1.25}
@@ -209,16 +209,17 @@ def profiled(model: str, args: argparse.Namespace) -> tuple[list[Work], ModelCon
         return profile_step(run.train_step, on_gpu=DEVICE.type == "cuda"), run.config.model
 
 
-def standard_library(folder: Path, num_tokens: int) -> Path:
-    """Sources of the standard library as tokens of two bytes, the first of seven bits: below 32,768."""
+def standard_library(folder: Path, num_tokens: int, vocab_size: int) -> Path:
+    """Sources of the standard library as tokens of one byte, or, where the vocabulary is larger, of two, the
+    first of seven bits: below 32,768."""
     tokens, ends = [], [0]
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         text = np.frombuffer(path.read_bytes(), np.uint8)
         if "site-packages" in path.parts or len(text) < 1000 or ends[-1] > num_tokens:
             continue
         pairs = text[: len(text) // 2 * 2].reshape(-1, 2).astype("<u2")
-        tokens.append(pairs[:, 0] % 128 * 256 + pairs[:, 1])
-        ends.append(ends[-1] + len(pairs))
+        tokens.append(text.astype("<u2") if vocab_size == 256 else pairs[:, 0] % 128 * 256 + pairs[:, 1])
+        ends.append(ends[-1] + len(tokens[-1]))
     for name in ("train", "held_out"):
         np.concatenate(tokens).tofile(folder / f"{name}.bin")
         np.save(folder / f"{name}.offsets.npy", np.array(ends))
@@ -265,7 +266,8 @@ def main() -> int:
         raise SystemExit("--curves: expected --corpus, a folder that benchmarks/corpus.py has written")
     with tempfile.TemporaryDirectory() as folder:
         if args.corpus is None:
-            args.corpus = standard_library(Path(folder), 20_000 if args.tiny else 16_000_000)
+            vocab_size = int((TINY if args.tiny else LARGE)["model.vocab_size"])
+            args.corpus = standard_library(Path(folder), 20_000 if args.tiny else 16_000_000, vocab_size)
         if args.curves:
             return 0 if report(add_curves(built, Size, args)) else 1
         good = table(args)
