@@ -80,9 +80,11 @@ def test_every_layout_of_a_layer_equals_one_process(world: int, node_size: int, 
 # Training
 
 
-def _train(node_size: int, family: str, layout: parallel_case.Layout) -> dict[str, Course]:
+def _train(
+    node_size: int, family: str, layout: parallel_case.Layout, steps: int, optimizers: tuple[str, ...]
+) -> dict[str, Course]:
     _tell_nodes(node_size)
-    return parallel_case.train_parallel(family, layout, FEW)
+    return parallel_case.train_parallel(family, layout, steps, optimizers)
 
 
 EP4 = MeshConfig(dp_shard=4, ep=4)
@@ -105,20 +107,21 @@ QUICK = ("layers recomputed", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    ("case", "family"),
+    ("case", "family", "steps", "optimizers"),
     [
-        pytest.param(case, family, marks=[] if (case, family) == QUICK else pytest.mark.full)
-        for case in TRAINED
-        for family in ("deepseek_v3", "qwen3_moe", "gpt_oss")
+        (*QUICK, 2, ("sgd",)),  # which sees the scale of gradients
+        *(
+            pytest.param(case, family, FEW, ("sgd", "adamw"), marks=pytest.mark.full)
+            for case in TRAINED
+            for family in ("deepseek_v3", "qwen3_moe", "gpt_oss")
+        ),
     ],
 )
-def test_training_equals_one_process(case: str, family: str) -> None:
+def test_training_equals_one_process(case: str, family: str, steps: int, optimizers: tuple[str, ...]) -> None:
     layout = parallel_case.Layout(**({"mesh": EP4, "dispatcher": "by_node"} | TRAINED[case]))
     mesh = layout.mesh
-    node_size = 2 * mesh.etp
-    for of_rank in run_ranks(
-        _train, mesh.dp_shard * mesh.cp * mesh.tp, node_size, family, layout, timeout=300.0
-    ):
+    world, how = mesh.dp_shard * mesh.cp * mesh.tp, (steps, optimizers)
+    for of_rank in run_ranks(_train, world, 2 * mesh.etp, family, layout, *how, timeout=300.0):
         for optimizer, course in of_rank.items():
             wanted = one_process(family, optimizer, layout.dynamic, layout.num_layers)
             compare(course, wanted, f"{case}, {family}, {optimizer}")

@@ -40,7 +40,10 @@ def cases(*policies: ClonePolicy) -> list[Case]:
     return [Case("all_to_all", clones=policy, **load) for load in LOADS for policy in policies]
 
 
-SAMPLE = [(4, Layout(4), slice(0, None, 3)), (4, Layout(2, tp=2), slice(1, None, 5))]
+SAMPLE = [
+    (4, Layout(4), slice(0, None, 3)),
+    pytest.param(4, Layout(2, tp=2), slice(1, None, 5), marks=pytest.mark.full),
+]
 EVERY = [
     (world_size, Layout(ep, tp=tp, cp=cp), slice(None))
     for world_size in (2, 4, 8)

@@ -27,16 +27,21 @@ CASES: dict[str, dict[str, Any]] = {
 FAMILIES = ("deepseek_v3", "qwen3_moe", "gpt_oss")
 QUICK = ("plain", "deepseek_v3")
 MATRIX = [
-    pytest.param(case, family, marks=[] if (case, family) == QUICK else pytest.mark.full)
-    for case in CASES
-    for family in FAMILIES
+    (*QUICK, 2, ("sgd",)),  # which sees the scale of gradients
+    *(
+        pytest.param(case, family, FEW, ("sgd", "adamw"), marks=pytest.mark.full)
+        for case in CASES
+        for family in FAMILIES
+    ),
 ]
 
 
-@pytest.mark.parametrize(("case", "family"), MATRIX)
-def test_sub_batches_train_as_one_process(case: str, family: str) -> None:
+@pytest.mark.parametrize(("case", "family", "steps", "optimizers"), MATRIX)
+def test_sub_batches_train_as_one_process(
+    case: str, family: str, steps: int, optimizers: tuple[str, ...]
+) -> None:
     layout = Layout(**({"mesh": EP4, "sub_batches": 2} | CASES[case]))
-    for of_rank in run_ranks(train_parallel, 4, family, layout, FEW, timeout=300.0):
+    for of_rank in run_ranks(train_parallel, 4, family, layout, steps, optimizers, timeout=300.0):
         for optimizer, course in of_rank.items():
             wanted = one_process(family, optimizer, layout.dynamic, layout.num_layers)
             compare(course, wanted, f"{case}, {family}, {optimizer}")
