@@ -170,9 +170,11 @@ def check_whole_state(degrees: dict[str, int], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["default", pytest.param("ours", marks=pytest.mark.full)])
-def test_whole_state_dicts_are_those_of_one_process(kind: str) -> None:
-    run_ranks(check_whole_state, 4, {"ep": 2, "etp": 2}, kind)
-    run_ranks(check_whole_state, 3, {}, kind)
+@pytest.mark.parametrize(
+    ("world", "degrees"), [(4, {"ep": 2, "etp": 2}), pytest.param(3, {}, marks=pytest.mark.full)]
+)
+def test_whole_state_dicts_are_those_of_one_process(world: int, degrees: dict[str, int], kind: str) -> None:
+    run_ranks(check_whole_state, world, degrees, kind)
 
 
 def check_whole_state_comes_back(kind: str, from_rank_0: bool) -> None:

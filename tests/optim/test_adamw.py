@@ -69,7 +69,7 @@ def train_both(case: Case, kind: str, steps: int, max_norm: float | None) -> dic
     ("world", "degrees", "kind"),
     [
         (1, {}, "flat"),
-        (2, {}, "flat"),
+        pytest.param(2, {}, "flat", marks=pytest.mark.full),
         pytest.param(4, {"ep": 2}, "flat", marks=pytest.mark.full),
         (4, {"dp_outer": 2, "ep": 2}, "flat"),
         (2, {}, "torch"),
@@ -111,7 +111,12 @@ def norms(case: Case) -> tuple[float, float, float, float, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "degrees"), [(2, {}), (4, {"dp_outer": 2, "ep": 2}), (4, {"tp": 2, "ep": 4})]
+    ("world", "degrees"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.full),
+        (4, {"dp_outer": 2, "ep": 2}),
+        (4, {"tp": 2, "ep": 4}),
+    ],
 )
 def test_the_norm_counts_every_element_once_and_torchs_clipping_is_right_too(
     world: int, degrees: dict[str, int]

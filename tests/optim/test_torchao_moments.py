@@ -101,7 +101,7 @@ def resume(degrees: dict[str, int], kept: str, folder: str) -> tuple[State, Stat
     ("world", "degrees", "kept"),
     [
         (1, {}, "torchao_4bit"),
-        (2, {}, "torchao_8bit"),
+        (1, {}, "torchao_8bit"),
         (4, {"ep": 2}, "torchao_float8"),
         *(
             pytest.param(world, degrees, kept, marks=pytest.mark.full)

@@ -44,9 +44,11 @@ def check(world_size: int, case: Case) -> None:
 
 
 LONG = ("two ranks",)
-# In the matrix, but for the order of the micro-batches; or a part of a larger layout.
+# In the matrix, but for the order of the micro-batches; or a part of a larger layout, here or in
+# test_parallel_layouts.py.
 IN_FULL = ("optimizer state sharded only", "recomputed layers", "experts split", "experts fill the world",
-           "accumulation", "replicas", "eight ranks, replicas, experts split, recomputed")  # fmt: skip
+           "accumulation", "replicas", "tp folded into ep",
+           "eight ranks, replicas, experts split, recomputed")  # fmt: skip
 
 
 @pytest.mark.parametrize(

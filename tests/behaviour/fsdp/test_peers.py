@@ -52,7 +52,7 @@ def beside_fsdp2(optimizer: str, steps: int) -> dict[str, float]:
     ("world", "optimizer"),
     [
         (2, "sgd"),
-        (2, "adamw"),
+        pytest.param(2, "adamw", marks=pytest.mark.full),  # which tests/optim compares with torch's
         pytest.param(4, "sgd", marks=pytest.mark.full),
         pytest.param(8, "sgd", marks=pytest.mark.full),
     ],
@@ -112,7 +112,7 @@ def wrap_hugging_face(recompute: bool) -> dict[str, float]:
 
 
 @requires_transformers
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_hugging_face_model_trains_and_generates_between_steps(recompute: bool) -> None:
     for worst in run_ranks(wrap_hugging_face, 2, recompute, timeout=240):
         assert worst["dense"] < 1e-5
