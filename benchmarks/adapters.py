@@ -188,7 +188,8 @@ def measure_peer(setting: Setting, mode: str, args: argparse.Namespace, folder: 
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     if mode == "compiled":
-        for layer in model.get_base_model().model.layers:
+        base: Any = model.get_base_model()
+        for layer in base.model.layers:
             layer.compile()
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)

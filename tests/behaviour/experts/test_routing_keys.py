@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fsdmoe.testing import run_ranks
 from tests.support.token_run import STEPS, assert_same, course, write_documents
 
@@ -24,11 +22,9 @@ def compare(tmp_path: Path, alone: dict[str, Any], several: dict[str, Any], step
 
 
 def test_latent_experts_and_gated_shared_ones_train_alike_on_two_ranks(tmp_path: Path) -> None:
-    """One rank computes them one by one, the two in groups."""
-    compare(tmp_path, LATENT | {"experts__compute": "sequential"}, LATENT)
+    compare(tmp_path, LATENT, LATENT)
 
 
-@pytest.mark.full
 def test_sequential_experts_train_as_grouped_ones_do(tmp_path: Path) -> None:
     compare(tmp_path, {}, {"experts__compute": "sequential"})
 
