@@ -73,6 +73,8 @@ class Loaded:
     """Of the parts that are plain values."""
     about: Tree
     """What the writer recorded about itself."""
+    damaged: tuple[str, ...] = ()
+    """Newer ones that were passed over."""
 
 
 def save(
@@ -149,16 +151,18 @@ def load_first(
     storage: Storage, names: list[str], parts: Mapping[str, Any], policy: LoadPolicy, *, explicit: bool
 ) -> Loaded:
     """Load the first of ``names`` that is whole, on all ranks alike."""
-    damage = []
+    damage: dict[str, str] = {}
     for name in names:
         try:
-            return _load_one(storage, name, parts, policy)
+            loaded = _load_one(storage, name, parts, policy)
+            return dataclasses.replace(loaded, damaged=tuple(damage))
         except DamagedCheckpointError as error:
             if explicit:
                 raise
-            damage.append(str(error))
-            logger.error("%s/%s is passed over: %s", storage.root, name, error)
-    raise CheckpointError(f"{storage.root}: every checkpoint is damaged:\n  " + "\n  ".join(damage))
+            damage[name] = str(error)
+            if world()[0] == 0:
+                logger.error("%s/%s is passed over: %s", storage.root, name, error)
+    raise CheckpointError(f"{storage.root}: every checkpoint is damaged:\n  " + "\n  ".join(damage.values()))
 
 
 def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: LoadPolicy) -> Loaded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 from fsdmoe.checkpoint.config import RUN_FOLDER
@@ -49,8 +50,9 @@ def entries(storage: Storage) -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.serial, entry.step), reverse=True)
 
 
-def retain(storage: Storage, keep_last: int, keep_every: int) -> list[str]:
-    """Delete what need not be kept; the names that went. The newest is never among them.
+def retain(storage: Storage, keep_last: int, keep_every: int, damaged: Container[str] = ()) -> list[str]:
+    """Delete what need not be kept; the names that went. The newest is never among them. Those that are known
+    to be damaged are not counted, since nothing can go on from them, and stay for a person to look at.
 
     What cannot be deleted is a warning, and tried again at the next call: a checkpoint too many costs space,
     an error here would cost the run.
@@ -59,7 +61,8 @@ def retain(storage: Storage, keep_last: int, keep_every: int) -> list[str]:
     try:
         for name in storage.sweep():
             logger.warning("%s/%s is still there after its deletion; it is tried again", storage.root, name)
-        for name in _passing(entries(storage)[max(1, keep_last) :], keep_every):
+        whole = [entry for entry in entries(storage) if entry.name not in damaged]
+        for name in _passing(whole[max(1, keep_last) :], keep_every):
             if _is_deleted(storage, name):
                 gone.append(name)
     except Exception as error:  # drivers of object stores raise errors of their own kinds

@@ -60,6 +60,7 @@ class Checkpointer(Saver):
         super().__init__(config, storage, meshes=meshes, about=about)
         self._copies = MemoryCopies(config, folder, meshes, about) if config.in_memory else None
         self._tidied = False
+        self._damaged: frozenset[str] = frozenset()
         self.before_save: Callable[[], None] = lambda: None
         """Called on the first rank before each save; its error is every rank's, and nothing is saved."""
         self.told: Container[str] = ()
@@ -227,6 +228,7 @@ class Checkpointer(Saver):
         if not names:
             return None
         loaded = load_first(self.storage, names, parts, self._policy(), explicit=False)
+        self._damaged = frozenset(loaded.damaged)
         self._say_changes(f"resumed {self.storage.root}/{loaded.name}", loaded.about)
         return loaded.values
 
@@ -271,7 +273,9 @@ class Checkpointer(Saver):
             where = f"{self.storage.root}/{order.name}"
             text = "saved %s in %.1f s; training waited %.1f s for it"
             logger.info(text, where, record.total_seconds, record.stall_seconds)
-            for gone in retain(self.storage, self.config.keep_last, self.config.keep_every):
+            self._damaged -= {order.name}
+            keep = self.config.keep_last, self.config.keep_every
+            for gone in retain(self.storage, *keep, self._damaged):
                 logger.info("%s/%s is no longer kept", self.storage.root, gone)
 
     def _explained(self, error: Exception, name: str) -> Exception:

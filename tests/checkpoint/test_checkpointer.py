@@ -61,6 +61,19 @@ def test_retention_keeps_the_last_and_every_mth(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000006", "step_00000012", "step_00000016", "step_00000018"]
 
 
+def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(tmp_path: Path) -> None:
+    one = saver(tmp_path, keep_last=2)
+    for step in (2, 4):
+        one.save(step, parts(step))
+    max((tmp_path / "step_00000004").iterdir(), key=lambda file: file.stat().st_size).write_bytes(b"")
+    again = saver(tmp_path, keep_last=2)
+    assert again.load(parts(0))["step"] == 2  # type: ignore[index]
+    again.save(6, parts(6))
+    assert names(tmp_path) == ["step_00000002", "step_00000004", "step_00000006"]
+    again.save(8, parts(8))
+    assert names(tmp_path) == ["step_00000004", "step_00000006", "step_00000008"]
+
+
 def test_what_is_written_is_the_state_at_the_call_whatever_training_does_then(tmp_path: Path) -> None:
     one = saver(tmp_path, asynchronous=True)
     state = {"part": {"x": torch.zeros(3_000_000)}, "values": {"list": [1]}}
