@@ -24,6 +24,7 @@ OF_THE_CODE = {
     "add_a_model_family.md",
     "add_a_dispatcher.md",
     "add_an_optimizer.md",
+    "add_a_kernel.md",
 }
 RESULTS = sorted(path for path in DOCS.glob("results/*.md") if path.stem != "index")
 PROSE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]

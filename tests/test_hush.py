@@ -1,8 +1,9 @@
-"""Torchao's enums are not told about, everything else of the same logger is."""
+"""Torchao's enums and libraries for GPUs are not told about, everything else of the same loggers is."""
 
 import logging
 
 import pytest
+import torch
 
 from fsdmoe.hush import hush_libraries
 
@@ -27,3 +28,19 @@ def test_only_the_enums_of_torchao_are_left_out(caplog: pytest.LogCaptureFixture
     assert len(told) == 2
     assert told[0].startswith("<class 'my_script.Choice'> is an Enum subclass")
     assert told[1].startswith("another thing of")
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_library_for_gpus_is_missed_only_where_there_is_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    logger = logging.getLogger("torchao")
+    before = list(logger.filters)
+    try:
+        hush_libraries()
+        logger.warning("Failed to load torchao/_C_mxfp8.so: Could not load this library")
+        logger.warning("another thing")
+    finally:
+        logger.filters[:] = before
+    assert len(caplog.records) == 1 + has_gpu

@@ -16,6 +16,8 @@ CONFIG_FILE = "/tmp/{}.toml"
 _CONFIG = "FSDMOE_CONFIG"
 _RESTARTS = 100
 """Of pods, over the whole run."""
+_GRACE = {"terminationGracePeriodSeconds": 300}
+"""For the last save, once a pod is told to end: without it 30 seconds."""
 
 
 def train_job(job: ClusterJob, *, image: str, config: str, claim: str = "") -> dict[str, Any]:
@@ -45,12 +47,11 @@ def train_job(job: ClusterJob, *, image: str, config: str, claim: str = "") -> d
     if job.has_gpus:
         trainer["resourcesPerNode"] = _resources(job)
     spec: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-    if claim:
-        volumes, mounts = _volumes(claim)
-        pods = {"spec": {"volumes": volumes, "containers": [{"name": "node", "volumeMounts": mounts}]}}
-        patch = {"name": "node", "template": {"spec": {"template": pods}}}
-        runtime = {"template": {"spec": {"replicatedJobs": [patch]}}}
-        spec["runtimePatches"] = [{"manager": "fsdmoe.org/launch", "trainingRuntimeSpec": runtime}]
+    volumes, mounts = _volumes(claim)
+    pod = _GRACE | {"volumes": volumes, "containers": [{"name": "node", "volumeMounts": mounts}]}
+    patch = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    runtime = {"template": {"spec": {"replicatedJobs": [patch]}}}
+    spec["runtimePatches"] = [{"manager": "fsdmoe.org/launch", "trainingRuntimeSpec": runtime}]
     return _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job.name, spec)
 
 
@@ -82,9 +83,14 @@ def indexed_job(job: ClusterJob, *, image: str, config: str, claim: str = "") ->
     }
     if job.has_gpus:
         container["resources"] = _resources(job)
-    pod: dict[str, Any] = {"subdomain": job.name, "restartPolicy": "OnFailure", "containers": [container]}
-    if claim:
-        pod["volumes"], container["volumeMounts"] = _volumes(claim)
+    volumes, container["volumeMounts"] = _volumes(claim)
+    pod = {
+        **_GRACE,
+        "subdomain": job.name,
+        "restartPolicy": "OnFailure",
+        "containers": [container],
+        "volumes": volumes,
+    }
     spec = {
         "completions": job.nodes,
         "parallelism": job.nodes,
@@ -108,9 +114,15 @@ def _resources(job: ClusterJob) -> dict[str, Any]:
 
 
 def _volumes(claim: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    name, _, folder = claim.partition(":")
-    volume = {"name": "shared", "persistentVolumeClaim": {"claimName": name}}
-    return [volume], [{"name": "shared", "mountPath": folder}]
+    """Shared memory as large as the pod may have, for NCCL and for copies of checkpoints (a container has 64
+    MB of its own), and the claim, if any."""
+    volumes: list[dict[str, Any]] = [{"name": "memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "memory", "mountPath": "/dev/shm"}]
+    if claim:
+        name, _, folder = claim.partition(":")
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": name}})
+        mounts.append({"name": "shared", "mountPath": folder})
+    return volumes, mounts
 
 
 def _object(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
