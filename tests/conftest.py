@@ -1,10 +1,9 @@
-"""Shared by all tests: no GPU is seen but by tests of GPUs, ranks are forked from the process that has
-collected the tests, and seeds are fixed."""
+"""Shared by all tests: no GPU is seen but by tests of GPUs, the rank server is told what to preload before
+anything starts it, and seeds are fixed."""
 
 import atexit
-import contextlib
 import gc
-import importlib
+import multiprocessing
 import os
 import random
 from pathlib import Path
@@ -22,10 +21,20 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
-# What cases import while they run: seconds for every rank that has to do it by itself.
-IMPORTED_LATE = ["train", "fsdmoe.observe.charts", "functorch.compile", "networkx"]
-IMPORTED_LATE += [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
-_MANY_TESTS = 500
+# What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
+PRELOAD = [
+    "pytest",
+    "hypothesis",
+    "train",
+    "fsdmoe.checkpoint",
+    "fsdmoe.observe.charts",
+    "tests.support.fsdp_parity",
+]
+PRELOAD += ["torch.distributed.fsdp", "functorch.compile", "networkx"]
+PRELOAD += [
+    "fsdmoe.huggingface.causal_lm",
+    *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
+]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -65,7 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from fsdmoe.testing import ranks  # now, since its package looks for a GPU
 
+    ranks.PRELOAD[:] = ["tests.support.no_collector", *ranks.PRELOAD, *PRELOAD]
     ranks.ENVIRONMENT.update(os.environ)
+    multiprocessing.set_forkserver_preload(ranks.PRELOAD)
 
 
 @pytest.fixture(autouse=True)
@@ -73,14 +84,6 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    from fsdmoe.testing import ranks
-
-    if len(session.items) > _MANY_TESTS:
-        for name in IMPORTED_LATE:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
+def pytest_collection_finish() -> None:
     gc.freeze()
-    if session.items:
-        ranks.fork_server()
     gc.enable()

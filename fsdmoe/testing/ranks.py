@@ -2,8 +2,7 @@
 results.
 
 Starting ranks is what makes multi-rank tests slow (seconds with ``mp.spawn``), so the ranks are forked once
-from a server that has already imported torch (or all that this process has: :func:`fork_server`) and then
-wait for work. Every case gets a fresh process group,
+from a server that has already imported torch and then wait for work. Every case gets a fresh process group,
 and the environment and settings of its process are put back after it
 (:mod:`fsdmoe.testing.process_state`). A case that fails or hangs costs the whole pool: the ranks are killed
 and the next case gets new ones, so no case can disturb another. ``fn`` must be a module-level function (it is
@@ -16,10 +15,8 @@ import atexit
 import contextlib
 import gc
 import itertools
-import logging
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -122,31 +119,6 @@ def _start_server() -> None:
     _FORKSERVER.set_forkserver_preload(PRELOAD)
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
-
-
-def fork_server() -> None:
-    """Have ranks forked from this process as it is now, instead of from a server that imports all anew:
-    whatever is imported here is there at once in every rank. To be called once, before this process has
-    started threads or looked for a GPU: a fork takes neither along.
-
-    This is the start of ``multiprocessing``'s own server, with a fork in place of a new interpreter. The
-    server ends with this process, whose end of ``alive`` it must not hold."""
-    server: Any = forkserver._forkserver
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("")  # any free name, which is not one of a file
-        address = listener.getsockname()
-        listener.listen()
-        theirs, alive = os.pipe()
-        process = os.fork()
-        if process == 0:
-            os.close(alive)
-            logging.getLogger().handlers.clear()  # a test runner's, which keeps what it hears
-            try:
-                forkserver.main(listener.fileno(), theirs, [])
-            finally:
-                os._exit(0)
-    os.close(theirs)
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive, process
 
 
 def close_pool() -> None:

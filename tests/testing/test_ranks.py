@@ -18,7 +18,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdmoe.kernels import backend
 from fsdmoe.testing import RankFailure, ranks, run_ranks
 
-IMPORTED_BY = os.getpid()
 reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 
 
@@ -190,11 +189,3 @@ def test_a_case_finds_the_environment_and_settings_of_a_new_process() -> None:
     for rank, (found, wanted) in enumerate(zip(run_ranks(_settings, 2), before, strict=True)):
         changed = {name: value for name, value in found.items() if value != wanted[name]}
         assert not changed, f"left on rank {rank} by the case before"
-
-
-def _imported_by() -> int:
-    return IMPORTED_BY
-
-
-def test_ranks_have_what_was_imported_when_tests_were_collected() -> None:
-    assert run_ranks(_imported_by, 2) == [os.getpid()] * 2
