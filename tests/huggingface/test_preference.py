@@ -159,8 +159,10 @@ def by_logits(loss: str, beta: float) -> tuple[float, ...]:
 def compare_with_logits() -> None:
     with chunks_of(7):  # several chunks, and a last one that is not full
         for case in CASES:
+            found, wanted = list(ours(*case)), list(by_logits(*case))
             # A margin is beta times a difference of sums of about -40, whose rounding stays in it.
-            assert ours(*case) == pytest.approx(by_logits(*case), rel=1e-5, abs=1e-5 * case[1]), case
+            assert found.pop(2) == pytest.approx(wanted.pop(2), rel=1e-5, abs=1e-5 * case[1]), case
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6), case
 
 
 def test_the_loss_of_pairs_is_that_of_whole_logits_which_are_never_made() -> None:

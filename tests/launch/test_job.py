@@ -116,6 +116,9 @@ def test_kubernetes_objects_are_as_the_published_schemas_say(
     assert [each["kind"] for each in objects] == (["Service", "Job"] if plain else ["TrainJob"])
     for each in objects:
         check(each, {"ref": each["kind"]}, each["kind"])
+    text = json.dumps(objects)
+    assert '"mountPath": "/dev/shm"' in text
+    assert '"terminationGracePeriodSeconds": 300' in text
 
 
 def test_a_packaged_configuration_goes_into_the_job(launch: Launch) -> None:
