@@ -28,12 +28,13 @@ from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.permute import group_assignments, take_rows, unpermute
-from fsdmoe.kernels.rms_norm import rms_norm_reference
+from fsdmoe.kernels.rms_norm import gated_norm_reference, rms_norm_reference
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
     cross_entropy_,
     experts_mlp_triton,
+    gated_norm_triton,
     rms_norm_triton,
     rope_triton,
     router_input_grad,
@@ -336,6 +337,34 @@ def check_rms_norm(rows: int, d: int, parent: int) -> None:
         judge(name, o, p, e)
 
 
+def check_gated_norm(rows: int, d: int) -> None:
+    """With a gate, and with an offset."""
+    print(f"\ngated norm of {rows} rows of {d}")
+    both = torch.randn(rows, 2, d, device="cuda").bfloat16()
+    weight, dout = torch.randn(d, device="cuda").bfloat16(), torch.randn(rows, d, device="cuda").bfloat16()
+
+    def gated(function: Callable, dtype: torch.dtype, silu: bool) -> Grads:
+        leaves = [both.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        out = function(*leaves[0].unbind(1), leaves[1], 1e-6, silu=silu)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    def offset(function: Callable, dtype: torch.dtype) -> Grads:
+        leaves = [both.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        out = function(leaves[0][:, 0], leaves[1], 1e-6, 1.0)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    def compare(kind: str, one: Callable, ours: Callable, reference: Callable, *rest: bool) -> None:
+        with poisoned():
+            found = one(ours, torch.bfloat16, *rest)
+        others = (one(reference, dtype, *rest) for dtype in (torch.bfloat16, torch.float64))
+        for name, o, p, e in zip(("out", "d input", "d weight"), found, *others):
+            judge(f"{kind} {name}", o, p, e)
+
+    for silu in (True, False):
+        compare("silu" if silu else "sigmoid", gated, gated_norm_triton, gated_norm_reference, silu)
+    compare("offset", offset, rms_norm_triton, rms_norm_reference)
+
+
 def check_dispatch(num_rows: int, num_groups: int) -> None:
     print(f"\ndispatcher's permutation: {num_rows} rows over {num_groups} groups")
     ids = torch.randint(-1, num_groups, (num_rows, 4), device="cuda")
@@ -424,6 +453,7 @@ def main() -> None:
         check_rope(interleaved)
     for rows, d, parent in ((16384, 2048, 2048), (524288, 128, 128), (4096, 512, 576), (300, 7168, 7168)):
         check_rms_norm(rows, d, parent)
+    check_gated_norm(8192, 128)
     check_router_input_grad(16384, 128, 2048)
     check_router_input_grad(3001, 72, 2888)
     check_router_input_grad(8192, 256, 7168)

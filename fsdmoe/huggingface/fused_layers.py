@@ -3,7 +3,7 @@
 ================  ========================  ==================================================================
 what              recognised by             computed by
 ================  ========================  ==================================================================
-norms             trying the forward        one kernel: ``x / rms(x) * weight``, over heads too
+norms             trying the forward        one kernel, over heads and with a gate too (``norm_forms``)
 projections       the class ``nn.Linear``   a product whose weight gradient is written where it is reduced
 embeddings        ``nn.Embedding``          the same
 routers           trying the forward        scores, choice and weights in one kernel (``router_forms``)
@@ -13,7 +13,7 @@ attention         transformers' own sdpa    cuDNN, without repeated keys and val
 
 A module that is recognised gets a ``forward`` of its own (``FUSED`` of :mod:`fsdmoe.rewrites`), a function
 that all modules of its kind share. Its class, parameters, hooks and place stay. What is not recognised stays
-as it is, and is named at the start: norms of another form (with an offset, with a mean), classes derived from
+as it is, and is named at the start: norms of another form (with a mean), classes derived from
 ``nn.Linear``, modules with hooks or with another rewrite that computes or needs their own forward (``tp``, a
 fused loss, a recipe), and all of a model that was split before (its modules compute on DTensors).
 
@@ -23,24 +23,19 @@ shards an embedding, it decides by the embedding's own forward whether backward 
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
+from fsdmoe.huggingface.norm_forms import eps_name, norm_form, norm_forward
 from fsdmoe.huggingface.router_forms import Trials, is_router_like, router_form, router_forward
 from fsdmoe.kernels.linear import embed_tokens
-from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
 from fsdmoe.models.projections import linear_forward
 from fsdmoe.rewrites import Rewrite, computed_by, rewrite
 
-_EPS = ("variance_epsilon", "eps")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ANOTHER_FORM, _OWN_CLASS, _HOOKED = "of another form", "of a class of their own", "with hooks"
 _SPLIT_BEFORE = "all of it, because its modules compute on DTensors"
 
@@ -99,8 +94,9 @@ class FusedLayers:
         elif isinstance(module, nn.Embedding):
             forward = _embedding if type(module) is nn.Embedding else None
             yield _found(module, "embeddings", forward, _OWN_CLASS)
-        elif (eps := _eps_name(module)) is not None:
-            forward = _norm_forward(eps) if self._try(_is_rms_norm, module, eps) else None
+        elif (eps := eps_name(module)) is not None:
+            norm = self._try(norm_form, module, eps)
+            forward = None if norm is None else norm_forward(norm, eps)
             yield _found(module, "norms", forward, _ANOTHER_FORM)
         elif is_router_like(module):
             form = self._try(router_form, module)
@@ -159,54 +155,3 @@ def _attention(module: nn.Module) -> Iterator[Found]:
 
 def _embedding(self: nn.Embedding, input: Tensor) -> Tensor:
     return embed_tokens(self, input)
-
-
-# Norms
-
-
-def _eps_name(module: nn.Module) -> str | None:
-    """What a norm calls its epsilon; None for a module that is no norm."""
-    own = list(module.parameters(recurse=False))
-    if not own or any(p.dim() != 1 for p in own) or any(True for _ in module.children()):
-        return None
-    return next((name for name in _EPS if isinstance(getattr(module, name, None), float)), None)
-
-
-@torch.no_grad()
-def _is_rms_norm(module: nn.Module, eps: str) -> bool:
-    """Whether the module's own forward is that of our norm. It is tried with a large epsilon, so that one in
-    another place of the formula shows."""
-    own = dict(module.named_parameters(recurse=False))
-    if own.keys() != {"weight"} or any(True for _ in module.buffers()):
-        return False
-    random = torch.Generator().manual_seed(0)
-    weight_D, x = (torch.randn(*n, own["weight"].shape[0], generator=random) for n in ((), (2, 3)))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
-        twin = copy.copy(module)
-        twin.__dict__.update({"_parameters": {"weight": nn.Parameter(weight_D.to(dtype))}, eps: 0.5})
-        try:
-            theirs = type(module).forward(twin, x.to(dtype))
-        except Exception:  # an unknown forward, given inputs it may not expect: any failure means "not known"
-            return False
-        ours = rms_norm_reference(x, weight_D, 0.5)
-        if not isinstance(theirs, Tensor) or theirs.dtype != dtype or theirs.shape != ours.shape:
-            return False
-        if not torch.allclose(theirs.float(), ours, tolerance, tolerance):
-            return False
-    return True
-
-
-@functools.cache
-def _norm_forward(eps: str) -> Forward:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        x = args[0] if len(args) == 1 and not kwargs else None
-        # Mixed dtypes and autocast give a result of another dtype; a compiler fuses the module's own forward.
-        if type(x) is not Tensor or x.dtype != self.weight.dtype or x.dtype not in _DTYPES or _is_traced(x):
-            return type(self).forward(self, *args, **kwargs)
-        return rms_norm(x, self.weight, getattr(self, eps))
-
-    return forward
-
-
-def _is_traced(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -166,18 +165,11 @@ def test_gradients_of_projections_and_embedding_are_written_where_they_are_reduc
 # What is not understood
 
 
-class OffsetNorm(nn.Module):
-    """Gemma's: the weight is an offset from one."""
-
+class PlainNorm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.eps, self.weight = 1e-6, nn.Parameter(torch.zeros(size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
-
-
-class PlainNorm(OffsetNorm):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
@@ -218,7 +210,6 @@ def given_a_forward() -> nn.Linear:
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (OffsetNorm(4), "1 norms of another form"),
         (RoundingNorm(4), "1 norms of another form"),
         (nn.LayerNorm(4), "1 norms of another form"),
         (OwnLinear(4, 4), "1 projections of a class of their own"),
@@ -232,18 +223,6 @@ def test_what_is_not_understood_is_left(module: nn.Module, said: str) -> None:
     before = dict(vars(module))
     assert FusedLayers(nn.Sequential(module)).apply() == f"none; left as they are: {said}"
     assert vars(module) == before
-
-
-def test_a_norm_is_taken_only_in_the_dtype_of_its_weight() -> None:
-    module = PlainNorm(8)
-    nn.init.normal_(module.weight)
-    own = copy.deepcopy(module)
-    assert FusedLayers(nn.Sequential(module)).apply() == "1 norms"
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        x = torch.randn(3, 8).to(dtype)
-        found, expected = module(x), own(x)
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_was_split_before_is_left_whole() -> None:

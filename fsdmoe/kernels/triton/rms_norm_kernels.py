@@ -3,6 +3,8 @@
     y = x̂ · w, x̂ = x · r, r = 1 / sqrt(mean(x²) + ε)
     d x = r · (w · dy − x̂ · mean(w · dy · x̂)),   d w = Σ over rows of dy · x̂
 
+w is the weight, or an offset and the weight: added in fp32, where 1 + w loses none of w's bits.
+
 Arithmetic is fp32. A row stays in registers, so backward recomputes r from x and nothing but x is kept. Each
 of a few programs walks rows and sums its share of d w in registers; the shares are then added up in a fixed
 order: results do not change from run to run. Legend: R rows, D columns, P programs.
@@ -26,7 +28,7 @@ _PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @triton.jit
-def _load_rows(x_ptr, rows, stride, num_rows, D: tl.constexpr, COLUMNS: tl.constexpr):
+def load_rows(x_ptr, rows, stride, num_rows, D: tl.constexpr, COLUMNS: tl.constexpr):
     columns = tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
     at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -42,14 +44,15 @@ def _rms_norm_kernel(
     num_rows,
     stride,
     eps,
+    OFFSET: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
-    x = _load_rows(x_ptr, rows, stride, num_rows, D, COLUMNS)
-    weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    x = load_rows(x_ptr, rows, stride, num_rows, D, COLUMNS)
+    weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + OFFSET
     scale = 1 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
     out = x * scale[:, None] * weight[None, :]
     inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
@@ -70,17 +73,18 @@ def _rms_norm_backward_kernel(
     stride_x,
     stride_dout,
     eps,
+    OFFSET: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     columns = tl.arange(0, COLUMNS)
-    weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    weight = (tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + OFFSET)[None, :]
     share = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(tl.program_id(0) * ROWS, num_rows, num_programs * ROWS):
         rows = first + tl.arange(0, ROWS)
-        x = _load_rows(x_ptr, rows, stride_x, num_rows, D, COLUMNS)
-        dout = _load_rows(dout_ptr, rows, stride_dout, num_rows, D, COLUMNS)
+        x = load_rows(x_ptr, rows, stride_x, num_rows, D, COLUMNS)
+        dout = load_rows(dout_ptr, rows, stride_dout, num_rows, D, COLUMNS)
         scale = (1 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
         normed = x * scale
         share += dout * normed
@@ -93,40 +97,46 @@ def _rms_norm_backward_kernel(
     tl.store(shares_ptr + tl.program_id(0) * D + columns, tl.sum(share, 0), mask=columns < D)
 
 
-def _blocking(d: int) -> dict[str, int]:
+def blocking_of(d: int) -> dict[str, int]:
     columns = next_power_of_2(d)
     rows = max(1, _TILE_ELEMENTS // columns)
     return {"D": d, "ROWS": rows, "COLUMNS": columns, "num_warps": 4 if columns <= 4096 else 8}
 
 
-def _rows_of(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: torch.Tensor) -> torch.Tensor:
     """``[R, D]`` with dense rows: a view wherever strides allow it, as for part of a wider projection."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def num_walkers(num_rows: int, rows_at_once: int, device: torch.device) -> int:
+    """Programs that walk the rows, each with its share of the weight's gradient."""
+    return max(1, min(_PROGRAMS_PER_MULTIPROCESSOR * num_programs(device), cdiv(num_rows, rows_at_once)))
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-        x_RD, blocking = _rows_of(x), _blocking(x.shape[-1])
+        x_RD, blocking = rows_of(x), blocking_of(x.shape[-1])
         if out.numel() > 0:
             programs = cdiv(x_RD.shape[0], blocking["ROWS"])
-            _rms_norm_kernel[(programs,)](x_RD, weight_D, out, x_RD.shape[0], x_RD.stride(0), eps, **blocking)
+            _rms_norm_kernel[(programs,)](
+                x_RD, weight_D, out, x_RD.shape[0], x_RD.stride(0), eps, OFFSET=offset, **blocking
+            )
         ctx.save_for_backward(x, weight_D)
-        ctx.eps, ctx.sink = eps, sink_of(weight_D)
+        ctx.eps, ctx.offset, ctx.sink = eps, offset, sink_of(weight_D)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x, weight_D = ctx.saved_tensors
-        x_RD, dout_RD = _rows_of(x), _rows_of(dout)
+        x_RD, dout_RD = rows_of(x), rows_of(dout)
         num_rows, d = x_RD.shape
         dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-        blocking = _blocking(d)
-        most = _PROGRAMS_PER_MULTIPROCESSOR * num_programs(x.device)
-        programs = max(1, min(most, cdiv(num_rows, blocking["ROWS"])))
+        blocking = blocking_of(d)
+        programs = num_walkers(num_rows, blocking["ROWS"], x.device)
         shares_PD = torch.empty(programs, d, device=x.device, dtype=torch.float32)
         _rms_norm_backward_kernel[(programs,)](
             x_RD,
@@ -139,14 +149,15 @@ class _RMSNorm(torch.autograd.Function):
             x_RD.stride(0),
             dout_RD.stride(0),
             ctx.eps,
+            OFFSET=ctx.offset,
             **blocking,
         )
         dweight_D = None
         if ctx.needs_input_grad[1]:
             dweight_D = deliver(shares_PD.sum(0), ctx.sink, weight_D.dtype)
-        return dx, dweight_D, None
+        return dx, dweight_D, None, None
 
 
-def rms_norm_triton(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_triton(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """``x`` normed over its last dimension, contiguous; differentiable in x and weight."""
-    return _RMSNorm.apply(x, weight_D.contiguous(), eps)
+    return _RMSNorm.apply(x, weight_D.contiguous(), eps, offset)

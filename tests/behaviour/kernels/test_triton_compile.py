@@ -21,6 +21,7 @@ from fsdmoe.kernels.triton import (
     cross_entropy_,
     experts_mlp_low_rank,
     experts_mlp_triton,
+    gated_norm_triton,
     look_ahead_triton,
     norm_rope_triton,
     order_rows_triton,
@@ -210,9 +211,13 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
         for size in (64, 7168):
             rows = torch.zeros(4, size, dtype=torch.bfloat16, requires_grad=True)
             rms_norm_triton(rows, torch.ones(size, dtype=torch.bfloat16), 1e-6).sum().backward()
+        gate = torch.zeros(4, 64, dtype=torch.bfloat16, requires_grad=True)
+        gated_norm_triton(gate, gate, weight, 1e-6, silu=True).sum().backward()
     norms = (
         "_rms_norm_kernel",
         "_rms_norm_backward_kernel",
+        "_gated_norm_kernel",
+        "_gated_norm_backward_kernel",
         "_norm_rope_kernel",
         "_norm_rope_backward_kernel",
     )

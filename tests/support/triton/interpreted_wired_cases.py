@@ -22,7 +22,7 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.kernels import permute as plain_permute
 from fsdmoe.kernels import triton as fused_kernels
 from fsdmoe.kernels.backend import kernels
-from fsdmoe.kernels.rms_norm import RMSNorm
+from fsdmoe.kernels.rms_norm import RMSNorm, gated_norm, rms_norm
 from fsdmoe.kernels.triton import launch, swiglu_mlp
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
 from fsdmoe.memory.config import MemoryConfig
@@ -78,6 +78,21 @@ def test_the_norm_equals_plain_torch(size: int, launches: list[str]) -> None:
     # Part of a wider row, as in MLA, and a gradient that is not dense.
     assert_same(lambda: module(wide[..., :size]).transpose(0, 1), [wide, module.weight])
     assert launches == ["_rms_norm_kernel", "_rms_norm_backward_kernel"]
+
+
+def test_the_norm_with_an_offset_equals_plain_torch(launches: list[str]) -> None:
+    x, weight = torch.randn(3, 5, 24, requires_grad=True), torch.randn(24, requires_grad=True)
+    assert_same(lambda: rms_norm(x, weight, 1e-6, 1.0), [x, weight])
+    assert launches == ["_rms_norm_kernel", "_rms_norm_backward_kernel"]
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("size", [8, 130])
+def test_the_gated_norm_equals_plain_torch(silu: bool, size: int, launches: list[str]) -> None:
+    wide, weight = torch.randn(3, 70, 2 * size, requires_grad=True), torch.randn(size, requires_grad=True)
+    x, gate = wide.unflatten(-1, (2, size)).unbind(-2)  # both are part of a wider row
+    assert_same(lambda: gated_norm(x, gate, weight, 1e-6, silu=silu).transpose(0, 1), [wide, weight])
+    assert launches == ["_gated_norm_kernel", "_gated_norm_backward_kernel"]
 
 
 def test_the_norm_of_nothing_is_nothing() -> None:
