@@ -21,6 +21,8 @@ from fsdmoe.errors import ConfigError, UserError
 
 _ECHO_SECONDS = 1.0
 _WATCH_SECONDS = 1.0
+_LAUNCHER_GONE = signal.NSIG
+"""Among the signals received: the launcher is gone, for which there is no signal."""
 
 
 def refuse_endless_skips(in_a_row: int, most: int) -> None:
@@ -38,7 +40,8 @@ def any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool
 
 
 def signal_of_any_rank(received: list[int], device: torch.device) -> str:
-    """The name of a signal that some rank has received, the same on all of them; empty: none.
+    """The name of a signal that some rank has received, or that its launcher is gone, the same on all of
+    them; empty: none.
 
     Asked through the hosts where these have a backend (gloo): on the device, the answer would come behind all
     that was issued there, and the host could not issue the next step before this one is done."""
@@ -46,6 +49,8 @@ def signal_of_any_rank(received: list[int], device: torch.device) -> str:
     assert world is not None
     host = torch.device("cpu")
     number = _largest(received[0] if received else 0, world, host if host in world._device_types else device)
+    if number == _LAUNCHER_GONE:
+        return "the end of its launcher"
     return signal.Signals(number).name if number else ""
 
 
@@ -70,7 +75,7 @@ def exit_code(status: str, received: list[int]) -> int:
 
 
 @contextmanager
-def watch_launcher(folder: Path) -> Iterator[None]:
+def watch_launcher(folder: Path, received: list[int]) -> Iterator[None]:
     """Stop as after SIGTERM once the launcher is gone: nobody would end or restart this rank any more."""
     if not failures.has_launcher():
         yield
@@ -86,6 +91,7 @@ def watch_launcher(folder: Path) -> Iterator[None]:
                     "and a checkpoint; start the run again to go on from there"
                 )
                 failures.keep(text, folder)
+                received.append(_LAUNCHER_GONE)
                 os.kill(os.getpid(), signal.SIGTERM)
                 if rank == 0:
                     with suppress(OSError):  # the terminal may be gone too

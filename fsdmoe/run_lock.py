@@ -204,7 +204,9 @@ class RunLock:
             fresh.replace(self.path)
         finally:
             ticket.unlink()
-        logger.warning("%s: took over the lock of %s: %s", self._key, held or "an unknown run", why)
+        line = f"{self._key}: took over the lock of {held or 'an unknown run'}: {why}"
+        logger.warning("%s", line)
+        failures.keep(line, self.path.parent)  # the only word of a run that was killed whole
         return True
 
     def _close(self) -> None:

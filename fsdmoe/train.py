@@ -297,7 +297,7 @@ def train(command: CommandLine) -> int:
         meshes = start_meshes(config)
         failures.register_rank()
         received = [] if command.evaluate_only else ending.catch_signals()
-        with lifecycle.watch_launcher(folder):
+        with lifecycle.watch_launcher(folder, received):
             failures.expect_kill()
             if command.check_only or (wants_self_check(config, meshes) and not command.evaluate_only):
                 code = run_self_check(config, meshes, only=command.check_only)

@@ -87,13 +87,16 @@ def test_an_error_that_another_rank_meets_is_printed_by_that_rank(tmp_path: Path
     assert results[1] == (2, "fsdmoe: rank 1: data.path: not on this host\n")
 
 
-def _asked_to_stop() -> str:
-    received = [signal.SIGTERM] if dist.get_rank() == 1 else []
-    return signal_of_any_rank(received, torch.device("meta"))  # from which nothing can be read
+def _asked_to_stop() -> list[str]:
+    """One rank by a signal; then its launcher is gone, which the signal that wakes it up follows."""
+    is_asked = dist.get_rank() == 1
+    nothing_can_be_read = torch.device("meta")
+    signals: list[list[int]] = [[signal.SIGTERM], [lifecycle._LAUNCHER_GONE, signal.SIGTERM]]
+    return [signal_of_any_rank(each if is_asked else [], nothing_can_be_read) for each in signals]
 
 
-def test_ranks_learn_of_a_signal_without_waiting_for_their_devices() -> None:
-    assert run_ranks(_asked_to_stop, 3) == ["SIGTERM"] * 3
+def test_ranks_learn_why_one_of_them_stops_without_waiting_for_their_devices() -> None:
+    assert run_ranks(_asked_to_stop, 3) == [["SIGTERM", "the end of its launcher"]] * 3
 
 
 def _fail_alone() -> str:
