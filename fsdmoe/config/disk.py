@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsdmoe.checkpoint.addresses import why_not_opened
 from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.config.checks import Findings, asked
@@ -17,11 +18,11 @@ from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.rules import choice_like
 
 
-def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) -> Findings:
+def disk_findings(config: Config, *, is_plan: bool, only_looks: bool = False) -> Findings:
     """Whether the data is there and its tokens are known to the model, and the folders of the run and of its
-    checkpoints can be written. A run makes these folders, unless it ``is_refused`` already. A plan
-    (``is_plan``) makes nothing, and also finds what a run would only see once it builds its model."""
-    only_looks = is_plan or is_refused
+    checkpoints can be written. A run makes these folders, unless it ``only_looks``. A plan (``is_plan``)
+    makes nothing, and also finds what a run would only see once it builds its model."""
+    only_looks = only_looks or is_plan
     problems, tokenizer = data_problems(config.data, is_plan=only_looks)
     found: Findings = [((line.partition(":")[0], "model.hf"), line) for line in problems]
     if tokenizer is not None:
@@ -31,7 +32,7 @@ def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) ->
         if why := why_not_writable(folder, make=not only_looks):
             line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"
             found.append(((key,), line))
-    found += _pickled_findings(config) + _weight_findings(config)
+    found += _address_findings(config) + _pickled_findings(config) + _weight_findings(config)
     return found + (_start_findings(config) if is_plan else _load_findings(config))
 
 
@@ -40,6 +41,21 @@ def _folders(config: Config) -> Iterator[tuple[str, str]]:
     checkpoint = config.checkpoint
     if checkpoint.interval >= 0 and checkpoint.folder and "://" not in checkpoint.folder:
         yield "checkpoint.folder", checkpoint.folder
+
+
+def _address_findings(config: Config) -> Findings:
+    """Object stores that fsspec does not know, or knows and has not the package for."""
+    checkpoint = config.checkpoint
+    addresses = {"checkpoint.folder": checkpoint.folder, "checkpoint.load": checkpoint.load}
+    if checkpoint.interval < 0:
+        del addresses["checkpoint.folder"]
+    found: Findings = []
+    for key, address in addresses.items():
+        protocol = address.partition("://")[0] if "://" in address else "file"
+        if protocol != "file" and (why := why_not_opened(protocol)):
+            line = f"{key}: expected an address that can be opened here, got {address!r}: {why}"
+            found.append(((key,), line))
+    return found
 
 
 def _vocabulary_findings(config: Config, tokenizer: Tokenizer) -> Findings:

@@ -22,6 +22,7 @@ from fsdmoe.launch.job import (
     DEFAULT_GPU,
     ClusterJob,
     mesh_warnings,
+    path_warnings,
     require_mesh,
     storage_warnings,
     write_files,
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_mesh(job, command.config)
         warnings = mesh_warnings(job, command, options.gpu)
         if options.on in _RUN_ELSEWHERE:
-            warnings += storage_warnings(command.config, options.shared)
+            warnings += path_warnings(command.config) + storage_warnings(command.config, options.shared)
         for line in warnings:
             print(f"fsdmoe: warning: {line}", file=sys.stderr)
         files, submission = _WRITERS[options.on](job, options)

@@ -129,6 +129,22 @@ def storage_warnings(config: Config, shared: str) -> list[str]:
     ]
 
 
+def path_warnings(config: Config) -> list[str]:
+    """Relative paths, which nodes elsewhere would look for in a folder of their own."""
+    data, checkpoint = config.data, config.checkpoint
+    paths = {"data.path": data.path, "model.hf": config.model.hf or ""}
+    if data.tokenizer != "bytes":
+        paths["data.tokenizer"] = data.tokenizer
+    if checkpoint.load not in ("latest", "none"):
+        paths["checkpoint.load"] = checkpoint.load
+    return [
+        f"{key}: expected the path in the job's containers, got {path!r}, which is relative to the folder "
+        f"that they start in; write --{key} /FOLDER/{PurePosixPath(path).name}"
+        for key, path in paths.items()
+        if path and "://" not in path and not path.startswith("/")
+    ]
+
+
 def write_files(job: ClusterJob, files: Sequence[tuple[str, str]]) -> list[Path]:
     """The job's files, by name, in its folder."""
     job.folder.mkdir(parents=True, exist_ok=True)

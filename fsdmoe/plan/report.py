@@ -172,7 +172,7 @@ def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int
         ],
     )
     plain = plainest(ranking)
-    if plain is not best:
+    if num_changes(plain.setting) < num_changes(best.setting):
         place = 1 + ranking.candidates.index(plain)
         print(
             f"Simpler, at {plain.found.time.total / best.found.time.total:.2f} x the time: number {place}, "

@@ -64,9 +64,11 @@ def setting_text(setting: Setting) -> str:
 
 
 def num_changes(setting: Setting) -> int:
-    """How many things of a plain run the setting changes, the mesh and the micro-batch aside."""
-    overlap = [number > 1 for number in (setting.experts.chunks, setting.experts.sub_batches)]
-    return len(setting.recompute) + len(setting.offload) + sum(overlap) + sum(_words(setting).values())
+    """How many things of a plain run the setting changes: one of dp and ep, of any micro-batch."""
+    degrees, experts = setting.degrees, setting.experts
+    numbers = (degrees.tp, degrees.cp, degrees.etp, experts.chunks, experts.sub_batches)
+    more = sum(number > 1 for number in numbers)
+    return len(setting.recompute) + len(setting.offload) + more + sum(_words(setting).values())
 
 
 def _words(setting: Setting) -> dict[str, bool]:

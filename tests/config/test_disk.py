@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from fsspec.registry import known_implementations
 
 from fsdmoe.config import load_config
 
@@ -36,3 +37,29 @@ def test_a_tokenizer_that_is_none_and_a_vocabulary_that_is_too_small_are_refused
         load_config([*run, "--model.vocab_size", "96"])
     assert end.value.code == 2
     assert "model.vocab_size: the tokenizer has 264 tokens, the model 96; raise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "address", "said"),
+    [
+        ("checkpoint.folder", "nowhere://bucket/run", "fsspec knows no nowhere://"),
+        ("checkpoint.load", "nowhere://bucket/run", "fsspec knows no nowhere://"),
+        ("checkpoint.folder", "needy://bucket/run", "install needy_fs"),
+    ],
+)
+def test_an_address_that_cannot_be_opened_here_is_refused_by_its_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, address: str, said: str
+) -> None:
+    known_implementations["needy"] = {"class": "needy_fs.FileSystem", "err": "install needy_fs"}
+    with pytest.raises(SystemExit) as end:
+        load_config(["--train.output_dir", str(tmp_path / "run"), f"--{key}", address])
+    del known_implementations["needy"]
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"fsdmoe: {key}: ")
+    assert said in line
+
+
+def test_a_check_makes_no_folder(tmp_path: Path) -> None:
+    load_config(["--train.output_dir", str(tmp_path / "run"), "--check-only"])
+    assert not (tmp_path / "run").exists()

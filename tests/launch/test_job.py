@@ -70,6 +70,23 @@ def test_a_run_that_saves_outside_of_the_shared_mount_is_warned_of(
     assert bool(said) == bool(warned)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [("data.path", "corpus"), ("data.tokenizer", "bpe/tokenizer.json"), ("checkpoint.load", "runs/x")],
+)
+def test_a_relative_path_is_warned_of_where_nodes_have_disks_of_their_own(
+    launch: Launch, capsys: pytest.CaptureFixture[str], given: tuple[str, str]
+) -> None:
+    key, path = given
+    kind = ["--data.kind", "text"] if key == "data.path" else []
+    words = ["--on", "skypilot", "--cpu", "--shared", "disk:/shared", "--train.output_dir", "/shared/x"]
+    words += kind
+    launch(*words, f"--{key}", path)
+    assert f"{key}: expected the path in the job's containers, got {path!r}" in capsys.readouterr().err
+    launch(*words, f"--{key}", f"/shared/{path}")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("engine", ["slurm", "ray"])
 def test_a_job_whose_nodes_share_this_disk_is_written_into_its_run(
     launch: Launch, tmp_path: Path, engine: str
