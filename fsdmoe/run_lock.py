@@ -116,9 +116,11 @@ class Holder:
 class RunLock:
     """The lock of one folder, named in a configuration by ``key``. Used by a run's first rank alone."""
 
-    def __init__(self, folder: Path, key: str = "train.output_dir") -> None:
+    def __init__(self, folder: Path, key: str = "train.output_dir", *, notes: Path | None = None) -> None:
+        """``notes``: the run's folder, where it is noted that a lock was taken over."""
         self.path = folder / LOCK
         self._key = key
+        self._notes = notes or folder
         self._me: Holder | None = None
         self._handle: int | None = None
         """Of the file, with its flock; the kernel closes it with the process."""
@@ -206,7 +208,7 @@ class RunLock:
             ticket.unlink()
         line = f"{self._key}: took over the lock of {held or 'an unknown run'}: {why}"
         logger.warning("%s", line)
-        failures.keep(line, self.path.parent)  # the only word of a run that was killed whole
+        failures.keep(line, self._notes)  # the only word of a run that was killed whole
         return True
 
     def _close(self) -> None:
@@ -274,11 +276,12 @@ class RunLocks:
     """The locks of all folders that a run writes its state to."""
 
     def __init__(self, config: Config) -> None:
-        folders = {Path(config.train.output_dir).expanduser().resolve(): "train.output_dir"}
+        output = Path(config.train.output_dir).expanduser().resolve()
+        folders = {output: "train.output_dir"}
         apart = config.checkpoint.folder.removeprefix("file://")
         if apart and "://" not in apart and config.checkpoint.interval >= 0:  # an object store has no locks
             folders.setdefault(Path(apart).expanduser().resolve(), "checkpoint.folder")
-        self._locks = [RunLock(folder, key) for folder, key in folders.items()]
+        self._locks = [RunLock(folder, key, notes=output) for folder, key in folders.items()]
 
     def take(self, *, take_over: bool) -> None:
         """Hold all of them, on the first rank; its error is every rank's. Collective."""

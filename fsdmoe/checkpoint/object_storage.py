@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from fsdmoe.checkpoint.addresses import open_address
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import LATEST, MANIFEST, MARKER, METADATA
 
@@ -23,14 +24,7 @@ class ObjectStorage:
     is_remote = True
 
     def __init__(self, address: str) -> None:
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError as error:
-            raise ImportError(f"{address}: object stores need fsspec: pip install fsspec") from error
-        try:
-            self._fs, self._root = url_to_fs(address)
-        except (ImportError, ValueError) as error:
-            raise CheckpointError(f"{address}: fsspec cannot open it: {error}") from error
+        self._fs, self._root = open_address(address)
         self.root = address
 
     def begin(self, name: str, *, replaces: bool = False) -> None:

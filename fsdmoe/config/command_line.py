@@ -101,9 +101,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     if "--print-config" in flags:
         _print_config(config, problems)
     found: Problems = []
-    if not is_elsewhere:  # a run that is refused already makes no folders, nor does a check
-        only_looks = bool(problems) or "--check-only" in flags
-        findings = disk_findings(config, is_plan=is_plan, only_looks=only_looks)
+    if not is_elsewhere:  # a run that is refused already makes no folders
+        findings = disk_findings(config, is_plan=is_plan, is_refused=bool(problems))
         found += [line for keys, line in findings if wrong.isdisjoint(keys)]
     if not is_plan and not problems and "--evaluate-only" not in flags:
         found += meeting_problems() or memory_problems(fitted, world_size)

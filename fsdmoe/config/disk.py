@@ -18,11 +18,11 @@ from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.rules import choice_like
 
 
-def disk_findings(config: Config, *, is_plan: bool, only_looks: bool = False) -> Findings:
+def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) -> Findings:
     """Whether the data is there and its tokens are known to the model, and the folders of the run and of its
-    checkpoints can be written. A run makes these folders, unless it ``only_looks``. A plan (``is_plan``)
-    makes nothing, and also finds what a run would only see once it builds its model."""
-    only_looks = only_looks or is_plan
+    checkpoints can be written. A run makes these folders, unless it ``is_refused`` already. A plan
+    (``is_plan``) makes nothing, and also finds what a run would only see once it builds its model."""
+    only_looks = is_plan or is_refused
     problems, tokenizer = data_problems(config.data, is_plan=only_looks)
     found: Findings = [((line.partition(":")[0], "model.hf"), line) for line in problems]
     if tokenizer is not None:
@@ -47,12 +47,10 @@ def _address_findings(config: Config) -> Findings:
     """Object stores that fsspec does not know, or knows and has not the package for."""
     checkpoint = config.checkpoint
     addresses = {"checkpoint.folder": checkpoint.folder, "checkpoint.load": checkpoint.load}
-    if checkpoint.interval < 0:
-        del addresses["checkpoint.folder"]
     found: Findings = []
     for key, address in addresses.items():
-        protocol = address.partition("://")[0] if "://" in address else "file"
-        if protocol != "file" and (why := why_not_opened(protocol)):
+        is_store = "://" in address and not address.startswith("file://")
+        if is_store and (why := why_not_opened(address)):
             line = f"{key}: expected an address that can be opened here, got {address!r}: {why}"
             found.append(((key,), line))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,12 +45,8 @@ class NormForm(NamedTuple):
         return rms_norm_reference(given[0], weight_D, eps, self.offset)
 
 
-_FORMS = (
-    NormForm(),
-    NormForm(offset=1.0),
-    NormForm(is_gated=True, silu=True),
-    NormForm(is_gated=True),
-)
+_PLAIN = (NormForm(), NormForm(offset=1.0))
+_GATED = (NormForm(is_gated=True, silu=True), NormForm(is_gated=True))
 
 
 def eps_name(module: nn.Module) -> str | None:
@@ -67,13 +64,18 @@ def norm_form(module: nn.Module, eps: str) -> NormForm | None:
     if own.keys() != {"weight"} or any(True for _ in module.buffers()):
         return None
     size = own["weight"].shape[0]
-    return next((form for form in _FORMS if _has_form(form, module, eps, size)), None)
+    # One that may be called with a gate is not known by what it computes without.
+    takes_gate = "gate" in inspect.signature(type(module).forward).parameters
+    forms = _GATED if takes_gate else _GATED + _PLAIN
+    return next((form for form in forms if _has_form(form, module, eps, size)), None)
 
 
 def _has_form(form: NormForm, module: nn.Module, eps: str, size: int) -> bool:
-    """It is tried with a large epsilon, so that one in another place of the formula shows."""
+    """It is tried with a large epsilon, so that one in another place of the formula shows, and with a row of
+    large values, so that clamps show."""
     random = torch.Generator().manual_seed(0)
     weight_D, x, gate = (torch.randn(*n, size, generator=random) for n in ((), (2, 3), (2, 3)))
+    x[1], gate[1] = 50 * x[1], 50 * gate[1]
     given = (x, gate) if form.is_gated else (x,)
     for dtype, tolerance in _TRIED:
         twin = copy.copy(module)
@@ -97,11 +99,18 @@ def norm_forward(form: NormForm, eps: str) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         # Mixed dtypes and autocast give a result of another dtype; a compiler fuses the module's own forward.
-        if kwargs or len(args) != arguments or not all(_is_taken(x, self.weight.dtype) for x in args):
+        if kwargs or len(args) != arguments or not _are_taken(args, self.weight):
             return type(self).forward(self, *args, **kwargs)
         return form.of(args, self.weight, getattr(self, eps))
 
     return forward
+
+
+def _are_taken(given: Sequence[Any], weight_D: Tensor) -> bool:
+    if not all(_is_taken(x, weight_D.dtype) for x in given):
+        return False
+    # Others are broadcast, or refused, by the module's own forward.
+    return all(x.shape == given[0].shape for x in given) and given[0].shape[-1:] == weight_D.shape
 
 
 def _is_taken(x: Any, dtype: torch.dtype) -> bool:

@@ -97,12 +97,17 @@ class Trials:
 
     def __call__(self, trial: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
         """The trial's result, remembered."""
-        settings = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
+        settings = tuple((k, _compared(v)) for k, v in vars(module).items() if not k.startswith("_"))
         shapes = tuple(tuple(p.shape) for p in module.parameters(recurse=False))
         key = trial, type(module), settings, shapes
         if key not in self._tried:
             self._tried[key] = trial(module, *args)
         return self._tried[key]
+
+
+def _compared(setting: Any) -> Any:
+    """A setting by its value where that is plain, else by its identity: another function is another class."""
+    return setting if isinstance(setting, (bool, int, float, str, tuple)) else id(setting)
 
 
 @torch.no_grad()

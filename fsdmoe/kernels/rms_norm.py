@@ -36,7 +36,7 @@ def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float, offset: float = 
 
 def gated_norm(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float, *, silu: bool) -> Tensor:
     """The norm times ``silu(gate)``, or times ``sigmoid(gate)``."""
-    fused = _fused_for(x, weight_D) if gate.dtype == x.dtype else None
+    fused = _fused_for(x, weight_D) if (gate.dtype, gate.shape) == (x.dtype, x.shape) else None
     if fused is not None:
         return fused.gated_norm_triton(x, gate, weight_D, eps, silu=silu)
     return gated_norm_reference(x, gate, weight_D, eps, silu=silu)
@@ -54,7 +54,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _fused_for(x: Tensor, weight_D: Tensor) -> Any:
-    fits = weight_D.dtype == x.dtype and weight_D.shape[0] <= _MAX_WIDTH
+    fits = weight_D.dtype == x.dtype and x.shape[-1:] == weight_D.shape and weight_D.shape[0] <= _MAX_WIDTH
     return triton_for(x) if fits else None
 
 

@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_mesh(job, command.config)
         warnings = mesh_warnings(job, command, options.gpu)
         if options.on in _RUN_ELSEWHERE:
-            warnings += path_warnings(command.config) + storage_warnings(command.config, options.shared)
+            warnings += storage_warnings(command.config, options.shared)
+        if options.on == "kubernetes":  # SkyPilot brings this folder along
+            warnings += path_warnings(command.config)
         for line in warnings:
             print(f"fsdmoe: warning: {line}", file=sys.stderr)
         files, submission = _WRITERS[options.on](job, options)

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
 from fsdmoe.config import CommandLine, Config
+from fsdmoe.data.config import keyed_sources
 from fsdmoe.errors import ConfigError
 from fsdmoe.launch.ranks import problems_of_fewer
 from fsdmoe.rules import counted
@@ -130,18 +131,18 @@ def storage_warnings(config: Config, shared: str) -> list[str]:
 
 
 def path_warnings(config: Config) -> list[str]:
-    """Relative paths, which nodes elsewhere would look for in a folder of their own."""
-    data, checkpoint = config.data, config.checkpoint
-    paths = {"data.path": data.path, "model.hf": config.model.hf or ""}
-    if data.tokenizer != "bytes":
-        paths["data.tokenizer"] = data.tokenizer
-    if checkpoint.load not in ("latest", "none"):
-        paths["checkpoint.load"] = checkpoint.load
+    """Relative paths, which containers would look for in a folder of their own image."""
+    paths = {"model.hf": config.model.hf or ""}
+    paths |= {f"{key}.path": source.path for key, source in keyed_sources(config.data)}
+    if config.data.tokenizer != "bytes":
+        paths["data.tokenizer"] = config.data.tokenizer
+    if config.checkpoint.load not in ("latest", "none"):
+        paths["checkpoint.load"] = config.checkpoint.load
     return [
         f"{key}: expected the path in the job's containers, got {path!r}, which is relative to the folder "
-        f"that they start in; write --{key} /FOLDER/{PurePosixPath(path).name}"
+        f"that they start in; write /FOLDER/{path.removeprefix('./')}, where FOLDER is mounted there"
         for key, path in paths.items()
-        if path and "://" not in path and not path.startswith("/")
+        if path and "://" not in path and path[0] not in "/~"
     ]
 
 

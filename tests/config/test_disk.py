@@ -42,24 +42,29 @@ def test_a_tokenizer_that_is_none_and_a_vocabulary_that_is_too_small_are_refused
 @pytest.mark.parametrize(
     ("key", "address", "said"),
     [
-        ("checkpoint.folder", "nowhere://bucket/run", "fsspec knows no nowhere://"),
-        ("checkpoint.load", "nowhere://bucket/run", "fsspec knows no nowhere://"),
+        ("checkpoint.folder", "nowhere://bucket/run", "Protocol not known: nowhere"),
+        ("checkpoint.load", "simplecache::nowhere://bucket/run", "Protocol not known: nowhere"),
         ("checkpoint.folder", "needy://bucket/run", "install needy_fs"),
     ],
 )
 def test_an_address_that_cannot_be_opened_here_is_refused_by_its_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, address: str, said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    address: str,
+    said: str,
 ) -> None:
-    known_implementations["needy"] = {"class": "needy_fs.FileSystem", "err": "install needy_fs"}
+    needy = {"class": "needy_fs.FileSystem", "err": "install needy_fs"}
+    monkeypatch.setitem(known_implementations, "needy", needy)
     with pytest.raises(SystemExit) as end:
         load_config(["--train.output_dir", str(tmp_path / "run"), f"--{key}", address])
-    del known_implementations["needy"]
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith(f"fsdmoe: {key}: ")
     assert said in line
 
 
-def test_a_check_makes_no_folder(tmp_path: Path) -> None:
-    load_config(["--train.output_dir", str(tmp_path / "run"), "--check-only"])
-    assert not (tmp_path / "run").exists()
+def test_an_address_that_goes_through_a_cache_is_taken(tmp_path: Path) -> None:
+    folder = ["--checkpoint.folder", "simplecache::memory://bucket/run"]
+    assert load_config(["--train.output_dir", str(tmp_path / "run"), *folder]).problems == ()

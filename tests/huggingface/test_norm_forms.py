@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,17 @@ class GeluNorm(GatedNorm):
     opened = staticmethod(F.gelu)
 
 
+class ClampedNorm(GatedNorm):
+    opened = staticmethod(lambda gate: F.silu(gate.clamp(max=7)))
+
+
+class GateOrNot(GateFirst):
+    """Mamba 2's as transformers writes it: without a gate it is the plain norm."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x, gate) if gate is not None else PlainNorm.forward(self, x)
+
+
 class HalfOffset(PlainNorm):
     def forward(self, x: Tensor) -> Tensor:
         return (self.normed(x) * (0.5 + self.weight)).to(x.dtype)
@@ -68,6 +80,8 @@ FORMS = [
     (SigmoidNorm, NormForm(is_gated=True)),
     (GateFirst, None),
     (GeluNorm, None),
+    (ClampedNorm, None),
+    (GateOrNot, None),
     (HalfOffset, None),
 ]
 
@@ -99,6 +113,22 @@ def test_gradients_are_those_of_the_norm_itself(kind: type[PlainNorm]) -> None:
     ours, theirs = (torch.autograd.grad(m(*given), [*given, m.weight], dout) for m in (module, own))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1), (2, 1, 8), (8,)])
+def test_a_gate_of_another_shape_is_left_to_the_norm_itself(shape: tuple[int, ...]) -> None:
+    module = GatedNorm(8)
+    x, gate = torch.randn(2, 3, 8), torch.randn(shape)
+    expected = module(x, gate)
+    FusedLayers(nn.Sequential(module)).apply()
+    with mock.patch.object(NormForm, "of", side_effect=AssertionError):
+        torch.testing.assert_close(module(x, gate), expected)
+
+
+def test_norms_of_one_class_with_other_functions_are_each_tried() -> None:
+    norms = [GatedNorm(8), GatedNorm(8)]
+    norms[1].opened = F.gelu
+    assert FusedLayers(nn.Sequential(*norms)).apply() == "1 norms; left as they are: 1 norms of another form"
 
 
 def test_qwen3_next_has_no_norm_left() -> None:

@@ -72,17 +72,23 @@ def test_a_run_that_saves_outside_of_the_shared_mount_is_warned_of(
 
 @pytest.mark.parametrize(
     "given",
-    [("data.path", "corpus"), ("data.tokenizer", "bpe/tokenizer.json"), ("checkpoint.load", "runs/x")],
+    [
+        ("data.path", "corpus/**/*.jsonl"),
+        ("data.tokenizer", "bpe/tokenizer.json"),
+        ("checkpoint.load", "runs/x"),
+    ],
 )
-def test_a_relative_path_is_warned_of_where_nodes_have_disks_of_their_own(
+def test_a_relative_path_is_warned_of_where_containers_have_disks_of_their_own(
     launch: Launch, capsys: pytest.CaptureFixture[str], given: tuple[str, str]
 ) -> None:
     key, path = given
-    kind = ["--data.kind", "text"] if key == "data.path" else []
-    words = ["--on", "skypilot", "--cpu", "--shared", "disk:/shared", "--train.output_dir", "/shared/x"]
-    words += kind
+    words = ["--on", "kubernetes", "--image", "registry/fsdmoe:1", "--cpu", "--shared", "disk:/shared"]
+    words += ["--train.output_dir", "/shared/x"]
+    words += ["--data.kind", "text"] if key == "data.path" else []
     launch(*words, f"--{key}", path)
-    assert f"{key}: expected the path in the job's containers, got {path!r}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{key}: expected the path in the job's containers, got {path!r}" in told
+    assert f"write /FOLDER/{path}," in told
     launch(*words, f"--{key}", f"/shared/{path}")
     assert capsys.readouterr().err == ""
 

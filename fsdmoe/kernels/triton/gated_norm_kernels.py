@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
-from fsdmoe.kernels.triton.rms_norm_kernels import blocking_of, load_rows, num_walkers, rows_of
+from fsdmoe.kernels.triton.rms_norm_kernels import blocking_of, load_rows, num_backward_programs, rows_of
 
 
 @QuickLaunch
@@ -129,7 +129,7 @@ class _GatedNorm(torch.autograd.Function):
         num_rows, d = x_RD.shape
         dx, dgate = (torch.empty(t.shape, device=t.device, dtype=t.dtype) for t in (x, gate))
         blocking = blocking_of(d)
-        programs = num_walkers(num_rows, blocking["ROWS"], x.device)
+        programs = num_backward_programs(num_rows, blocking["ROWS"], x.device)
         shares_PD = torch.empty(programs, d, device=x.device, dtype=torch.float32)
         _gated_norm_backward_kernel[(programs,)](
             x_RD, gate_RD, weight_D, dout_RD, dx, dgate, shares_PD, num_rows, programs,

@@ -109,7 +109,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def num_walkers(num_rows: int, rows_at_once: int, device: torch.device) -> int:
+def num_backward_programs(num_rows: int, rows_at_once: int, device: torch.device) -> int:
     """Programs that walk the rows, each with its share of the weight's gradient."""
     return max(1, min(_PROGRAMS_PER_MULTIPROCESSOR * num_programs(device), cdiv(num_rows, rows_at_once)))
 
@@ -136,7 +136,7 @@ class _RMSNorm(torch.autograd.Function):
         num_rows, d = x_RD.shape
         dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
         blocking = blocking_of(d)
-        programs = num_walkers(num_rows, blocking["ROWS"], x.device)
+        programs = num_backward_programs(num_rows, blocking["ROWS"], x.device)
         shares_PD = torch.empty(programs, d, device=x.device, dtype=torch.float32)
         _rms_norm_backward_kernel[(programs,)](
             x_RD,
