@@ -112,7 +112,7 @@ def life(folder: str, mesh: dict[str, int], dtype: str) -> dict[str, Any]:
     ("dtype", "mesh"),
     [
         ("float8", {"ep": 2}),
-        ("nf4", {"ep": 2}),
+        pytest.param("nf4", {"ep": 2}, marks=pytest.mark.full),
         pytest.param("nf4", {}, marks=pytest.mark.full),
         pytest.param("int4", {}, marks=pytest.mark.full),
     ],

@@ -122,7 +122,8 @@ def check_against_one_process(
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "mesh"), [("qwen3_moe", "int4", {"ep": 2}), ("gpt_oss", "mxfp4", {})]
+    ("family", "kind", "mesh"),
+    [("qwen3_moe", "int4", {"ep": 2}), pytest.param("gpt_oss", "mxfp4", {}, marks=pytest.mark.full)],
 )
 def test_ranks_train_as_one_process_that_rounds_whole_weights(
     tmp_path: Path, family: str, kind: DeployedFormat, mesh: dict[str, int]

@@ -132,7 +132,7 @@ def run_blocks(folder: str, world_size: int) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_python_runs_as_pasted(folder: Path, world_size: int) -> None:
     done = run_ranks(run_blocks, world_size, str(folder), world_size, fresh=True)[0]
     assert done == [block.name for block in BLOCKS if is_run(block) and requirements(block)[0] == world_size]

@@ -52,12 +52,14 @@ def test_one_two_and_four_ranks_agree_over_twenty_steps(
             assert got == pytest.approx(expected, rel=1e-5), f"{world_size} ranks, ep {ep}, row {step}"
 
 
+@pytest.mark.full
 def test_two_identical_runs_give_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
     first, second = (losses(tmp_path / name, 2, mesh__ep=2, train__steps=5) for name in "ab")
     assert len(first) == 6  # with an evaluation
     assert first == second
 
 
+@pytest.mark.full
 def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
     assert (
         losses(tmp_path / "a", 1, train__steps=3)[0]

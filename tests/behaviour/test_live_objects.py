@@ -86,7 +86,8 @@ EP_AND_CP = {"mesh__ep": 2, "mesh__cp": 2}
 
 
 # One object in every second step is found.
-@pytest.mark.parametrize("steps", [90, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [90, 2000])
 def test_training_at_ep_2_and_cp_2_leaves_nothing_to_the_garbage_collector(
     tmp_path: Path, steps: int
 ) -> None:

@@ -215,14 +215,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-FEW = ("an unknown key",)  # a killed rank among forked ones is quicker: test_endings.py
-CASES = [
-    pytest.param(size, name, marks=[] if size == 2 and name in FEW else pytest.mark.full)
-    for size in (2, 4)
-    for name in MISTAKES
-]
+CASES = [(size, name) for size in (2, 4) for name in MISTAKES]
 
 
+@pytest.mark.full  # in the quick suite: test_typical_mistakes.py
 @pytest.mark.parametrize(("world_size", "name"), CASES)
 def test_a_mistake_is_the_root_cause_in_one_clear_message(folder: Path, world_size: int, name: str) -> None:
     mistake = MISTAKES[name]

@@ -9,6 +9,7 @@ from benchmarks.checkpoint import check_space, measure, medium, report
 from fsdmoe.testing import run_ranks
 
 
+@pytest.mark.full
 def test_every_variant_is_measured_and_nothing_is_left_on_the_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_the_moe_must_be_lower_at_half_time_and_at_the_end(
     assert {path.name for path in tmp_path.iterdir()} == {"dense_or_moe_light.svg", "dense_or_moe_dark.svg"}
 
 
+@pytest.mark.full
 def test_both_are_timed_and_trained_in_small(tmp_path: Path) -> None:
     out = tmp_path / "curves.json"
     common = ["--tiny", "--curves", "0.001", "--points", "2", "--json", str(out)]

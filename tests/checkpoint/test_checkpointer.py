@@ -298,17 +298,21 @@ def limit_file_size(folder: str) -> str:
     one = Checkpointer(CheckpointConfig(asynchronous=True), folder)
     one.save(2, {"part": {"x": torch.zeros(100_000)}})
     one.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, -1))
-    one.save(4, {"part": {f"x{n}": torch.zeros(100_000) for n in range(4)}})
-    with pytest.raises(CheckpointError) as caught:
-        one.wait()
-    one.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        one.save(4, {"part": {f"x{n}": torch.zeros(100_000) for n in range(4)}})
+        with pytest.raises(CheckpointError) as caught:
+            one.wait()
+        one.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return str(caught.value)
 
 
 def test_a_write_error_on_one_rank_is_everyones_and_loses_nothing(tmp_path: Path) -> None:
-    for message in run_ranks(limit_file_size, 2, str(tmp_path), fresh=True):
+    for message in run_ranks(limit_file_size, 2, str(tmp_path)):
         assert "File too large" in message
         assert "rank 1" in message
         assert message.startswith("train.output_dir: ")
@@ -327,9 +331,9 @@ def test_too_little_space_is_reported_before_writing(tmp_path: Path, monkeypatch
         one.save(2, parts(2))
 
 
-def save_in_background(folder: str) -> tuple[int, int, list[str]]:
+def save_in_background(folder: str, degrees: dict[str, int]) -> tuple[int, int, list[str]]:
     """Three saves under HSDP while the main thread keeps the default group busy; then load."""
-    meshes = build_meshes(dp_outer=2, ep=2)
+    meshes = build_meshes(**degrees)
     one = Checkpointer(CheckpointConfig(keep_last=2, interval=1), folder, meshes=meshes)
     staged = []
     for step in (1, 2, 3):
@@ -354,10 +358,14 @@ def any_saving(one: Checkpointer) -> bool:
     return bool(flag.item())
 
 
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [(2, {"dp_outer": 2}), pytest.param(4, {"dp_outer": 2, "ep": 2}, marks=pytest.mark.full)],
+)
 def test_background_saves_have_a_group_of_their_own_and_stage_only_what_they_write(
-    tmp_path: Path,
+    tmp_path: Path, ranks: int, degrees: dict[str, int]
 ) -> None:
-    results = run_ranks(save_in_background, 4, str(tmp_path))
+    results = run_ranks(save_in_background, ranks, str(tmp_path), degrees)
     for first, later, listing in results:
         assert listing == ["latest", "step_00000002", "step_00000003"]
         assert later <= first

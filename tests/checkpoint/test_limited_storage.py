@@ -34,6 +34,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "store in memory": lambda _: ObjectStorage(f"memory://bucket-{uuid.uuid4().hex}/run"),
     "store in files": store_in_files,
 }
+CASES = ["folder", "store in memory", pytest.param("store in files", marks=pytest.mark.full)]
 
 
 def parts(step: int) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def assert_all_whole(storage: Any) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_a_run_survives_a_storage_that_fails_now_and_then(tmp_path: Path, kind: str) -> None:
     for seed in range(3):
         inner, time = KINDS[kind](tmp_path / str(seed)), TestTime()
@@ -73,7 +74,7 @@ def test_a_run_survives_a_storage_that_fails_now_and_then(tmp_path: Path, kind: 
         assert state["part"]["x"].unique().tolist() == [3.0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_no_failure_makes_half_a_checkpoint_visible(tmp_path: Path, kind: str) -> None:
     num_failed = 0
     for seed in range(8):
@@ -164,7 +165,7 @@ def test_which_errors_may_pass(error: Exception, on_files: bool, on_a_store: boo
     assert may_pass(error, is_remote=True) is on_a_store
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("point", [("write", "inside"), ("commit", "before"), ("commit", "after")])
 def test_a_save_that_hangs_is_given_up_by_name_and_what_it_does_later_is_whole(
     tmp_path: Path, kind: str, point: tuple[str, str], caplog: pytest.LogCaptureFixture

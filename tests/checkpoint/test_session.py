@@ -56,10 +56,11 @@ def save_all(names: list[str], folder: str) -> None:
 
 
 def test_checkpoints_load_bit_for_bit_under_other_layouts(tmp_path: Path) -> None:
-    """A covering sample: every kind of split is written and read by worlds of 1, 3, 4 and 8 ranks."""
-    sample = ["one", "fsdp3", "hsdp 2x2 ep2", "tp2 etp2", "cp2 tp2 ep2 etp2", "ep8"]
+    """A covering sample: every kind of split is written by worlds of 1, 3, 4 and 8 ranks, and read by those
+    of 1, 3 and 4."""
+    sample = ["one", "fsdp3", "hsdp 2x2 ep2", "tp2 etp2", "cp2 tp2 ep2 etp2"]
     save_all(sample, str(tmp_path))
-    for world, layouts in by_world(["one", "fsdp3", "fsdp4 ep4", "cp2 tp2 ep2 etp2"]).items():
+    for world, layouts in by_world(["one", "fsdp3", "fsdp4 ep4", "tp2 etp2"]).items():
         run_ranks(load_layouts, world, layouts, str(tmp_path), sample, "fast")
 
 

@@ -217,6 +217,7 @@ def test_an_error_in_the_background_reaches_the_trainer_and_ends_the_threads(tmp
     assert not wait_for_quiet()
 
 
+@pytest.mark.full
 def test_a_program_that_forgets_to_close_still_ends():
     code = """
 from tests.support.corpora import *

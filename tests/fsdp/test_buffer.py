@@ -6,8 +6,10 @@ import sys
 from fsdmoe.fsdp import buffer
 
 PROGRAM = """
-import gc, importlib.util, sys
-spec = importlib.util.spec_from_file_location("buffer", sys.argv[1])  # without its package, which takes long
+import gc, importlib.util, sys, types
+for name in ("torch", "torch.distributed"):  # which takes long to import, as the package does
+    sys.modules[name] = types.ModuleType(name)
+spec = importlib.util.spec_from_file_location("buffer", sys.argv[1])
 buffer = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(buffer)
 

@@ -70,9 +70,18 @@ def check_round_trips(layouts: list[dict[str, int]]) -> int:
     return num_strided
 
 
-@pytest.mark.parametrize("world", [3, 4, *(pytest.param(n, marks=pytest.mark.full) for n in (5, 8))])
-def test_to_dtensor_and_back_is_exact_for_every_kind_of_split(world: int) -> None:
-    num_strided = run_ranks(check_round_trips, world, LAYOUTS[world])
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (3, [{}, {"etp": 3}]),
+        (4, [{"dp_outer": 2, "ep": 2}, {"tp": 2, "etp": 2}]),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in LAYOUTS.items()),
+    ],
+)
+def test_to_dtensor_and_back_is_exact_for_every_kind_of_split(
+    world: int, layouts: list[dict[str, int]]
+) -> None:
+    num_strided = run_ranks(check_round_trips, world, layouts)
     assert all(count > 0 for count in num_strided) == (world != 5)
 
 

@@ -316,7 +316,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "lean"), LAYOUTS[::3])
 def test_a_gradient_is_the_sum_of_what_was_written(layout: dict[str, int], lean: bool) -> None:
-    run_ranks(drive, WORLD, layout, lean, 50)
+    run_ranks(drive, WORLD, layout, lean, 25)
 
 
 @pytest.mark.full

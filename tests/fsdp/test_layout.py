@@ -46,7 +46,7 @@ def check(layout: FlatLayout, items: list[Item], align: int = ALIGN) -> None:
 ITEM = st.tuples(st.integers(1, 5000), st.sampled_from([1, 32, 64, 7, 48, 96, 128, 1000, 10**9]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(ITEM, min_size=1, max_size=12), st.integers(1, 33))
 def test_every_element_is_owned_once_and_no_granule_is_cut(
     raw: list[tuple[int, int]], num_ranks: int

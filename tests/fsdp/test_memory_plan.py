@@ -98,7 +98,7 @@ class Counting:
 
 
 CASES = [
-    (2, Case()),
+    pytest.param(2, Case(), marks=pytest.mark.full),
     (2, Case(precision=BF16, micro_batches=2)),
     (2, Case(precision=PrecisionConfig(grad_dtype="bfloat16"), fsdp={"lean": True})),
     (2, Case(precision=BF16, fsdp={"lean": True}, degrees={"ep": 2})),

@@ -59,7 +59,7 @@ def _train(
         AdamW(model, lr=1e-2) if optimizer_name == "flat" else torch.optim.AdamW(model.parameters(), lr=1e-2)
     )
     engine, losses, given, left = engine_of(model), [], 0, 0
-    for number in range(4):
+    for number in range(3):
         losses.append(backward(model, number))
         if releases and with_gradients and number == 1:
             before = storages(model, optimizer)

@@ -84,10 +84,11 @@ def _on_codes(hf: str, folder: str, most_shapes: int, precision: dict[str, Any])
     )
 
 
+@pytest.mark.full
 @requires_peft
 @pytest.mark.parametrize(
     "name",
-    ["decoded", *(pytest.param(n, marks=pytest.mark.full) for n in CODES if n != "decoded")],
+    CODES,
 )
 def test_replayed_adapters_on_a_base_in_codes_train_as_plain_ones_do(tmp_path: Path, name: str) -> None:
     world_size, precision = CODES[name]

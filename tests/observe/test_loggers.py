@@ -40,6 +40,7 @@ def run_with(folder: Path, name: str, *, start_step: int = 0) -> list[str]:
     return (folder / "metrics.jsonl").read_text().splitlines()
 
 
+@pytest.mark.full
 def test_mlflow_has_metrics_params_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = pytest.importorskip("mlflow", reason="needs mlflow: pip install 'fsdmoe[mlflow]'").MlflowClient
     address = (tmp_path / "mlruns").as_uri()

@@ -58,8 +58,8 @@ def test_a_mesh_changes_no_bit_and_a_resume_on_another_goes_on_alike(tmp_path: P
     assert any(key.endswith(" exp_avg") for key in saved), "norms stay in float32"
     assert saved != later
     assert run_ranks(train_and_save, 1, {}, "", "float8")[0] == (saved, later)
-    degrees = {"tp": 2, "ep": 2, "etp": 2}
-    assert run_ranks(load_and_go_on, 4, degrees, str(tmp_path / "c"), "float8")[0] == (saved, later)
+    degrees = {"tp": 2, "etp": 2}
+    assert run_ranks(load_and_go_on, 2, degrees, str(tmp_path / "c"), "float8")[0] == (saved, later)
 
 
 @pytest.mark.full
@@ -194,5 +194,5 @@ def release_and_go_on() -> tuple[State, State]:
 
 
 def test_their_memory_can_be_given_away_for_a_while() -> None:
-    for plain, released in run_ranks(release_and_go_on, 2):
-        assert plain == released
+    plain, released = run_ranks(release_and_go_on, 1)[0]
+    assert plain == released

@@ -68,12 +68,14 @@ SAMPLE: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "degrees", "changes"), SAMPLE)
+@pytest.mark.parametrize(
+    ("world", "degrees", "changes"), [pytest.param(*SAMPLE[0], marks=pytest.mark.full), *SAMPLE[1:]]
+)
 def test_weights_follow_the_reference_on_one_process(
     world: int, degrees: dict[str, int], changes: dict[str, Any]
 ) -> None:
     case = Case(degrees=degrees, **changes)
-    steps = 10 if world == 1 else 4
+    steps = 10 if world == 1 else 3
     weights, losses = run_ranks(train_both, world, case, steps, "float32", "match_rms_adamw")[0]
     assert weights < 1e-5
     assert losses < 1e-5
@@ -167,7 +169,7 @@ RESHARDED = [
 def test_a_resharded_resume_has_the_bits_that_were_saved(tmp_path: Path) -> None:
     saved = run_ranks(save, 3, {}, str(tmp_path / "c"))[0]
     assert sum(name.endswith(" momentum_buffer") for name in saved) == 3 * 8
-    assert run_ranks(load, 4, {"tp": 2, "etp": 2}, str(tmp_path / "c"))[0] == saved
+    assert run_ranks(load, 2, {"tp": 2, "etp": 2}, str(tmp_path / "c"))[0] == saved
 
 
 @pytest.mark.full

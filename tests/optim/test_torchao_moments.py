@@ -68,15 +68,15 @@ def differences(
 
 
 def train(degrees: dict[str, int], kept: str, folder: str) -> tuple[list[str], State, State]:
-    """Next to torchao's optimizer of the plain model, on rank 0: what differs after three steps. The state
-    then, which is saved, and after a fourth."""
+    """Next to torchao's optimizer of the plain model, on rank 0: what differs after two steps. The state
+    then, which is saved, and after a third."""
     model, optimizer = sharded(degrees, kept)
     params = {name: nn.Parameter(p.full_tensor().clone()) for name, p in model.named_parameters()}
     decayed = [p for name, p in params.items() if p.dim() >= 2 and not name.endswith("bias")]
     others = [p for p in params.values() if all(p is not each for each in decayed)]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     theirs = getattr(torchao.optim, THEIRS[kept])(groups, **SETTINGS)
-    for number in range(3):
+    for number in range(2):
         step(model, optimizer, number)
         if dist.get_rank() == 0:
             with torch.compiler.set_stance("force_eager"):  # compiled, it would need a C++ compiler
@@ -85,7 +85,7 @@ def train(degrees: dict[str, int], kept: str, folder: str) -> tuple[list[str], S
     if folder:
         checkpoint.save(folder, model, optimizer)
     saved = state_of(model, optimizer)
-    step(model, optimizer, 3)
+    step(model, optimizer, 2)
     return different, saved, state_of(model, optimizer)
 
 
@@ -93,7 +93,7 @@ def resume(degrees: dict[str, int], kept: str, folder: str) -> tuple[State, Stat
     model, optimizer = sharded(degrees, kept)
     checkpoint.load(folder, model, optimizer)
     loaded = state_of(model, optimizer)
-    step(model, optimizer, 3)
+    step(model, optimizer, 2)
     return loaded, state_of(model, optimizer)
 
 
@@ -102,7 +102,7 @@ def resume(degrees: dict[str, int], kept: str, folder: str) -> tuple[State, Stat
     [
         (1, {}, "torchao_4bit"),
         (1, {}, "torchao_8bit"),
-        (4, {"ep": 2}, "torchao_float8"),
+        (2, {"ep": 2}, "torchao_float8"),
         *(
             pytest.param(world, degrees, kept, marks=pytest.mark.full)
             for world, degrees in LAYOUTS
@@ -118,7 +118,7 @@ def test_sharded_steps_are_torchaos_bit_for_bit_and_resume_elsewhere(
     assert different == []
     assert sum(key.endswith(f"exp_avg_sq_{kept}_codes") for key in wanted[0]) >= 10
     assert any(key.endswith(" exp_avg") for key in wanted[0]), "norms stay in float32"
-    elsewhere = (2, {"ep": 2}) if world != 2 else (3, {})
+    elsewhere = (2, {"ep": 2}) if world != 2 else (1, {}) if degrees else (3, {})
     assert run_ranks(resume, elsewhere[0], elsewhere[1], kept, folder)[0] == tuple(wanted)
 
 
@@ -149,15 +149,15 @@ def cut(fsdp: dict[str, Any], degrees: dict[str, int]) -> str:
 
 
 def test_slices_that_cut_blocks_are_refused_on_every_rank() -> None:
-    messages = run_ranks(cut, 3, {}, {})
+    messages = run_ranks(cut, 2, {"granule_size": 192}, {})
     assert len(set(messages)) == 1
     assert "torchao keeps 256 elements in a block, but fsdp.granule_size leaves" in messages[0]
     assert "expected a multiple of 256" in messages[0]
 
 
 def test_a_mesh_that_cuts_blocks_is_refused_with_the_way_out() -> None:
-    for message in run_ranks(cut, 4, {"granule_size": 256}, {"etp": 4}):
-        assert "mesh.etp = 4 leaves 32 side by side of model.layers.0.mlp.experts" in message
+    for message in run_ranks(cut, 2, {"granule_size": 256}, {"etp": 2}):
+        assert "mesh.etp = 2 leaves 64 side by side of model.layers.0.mlp.experts" in message
 
 
 def skip() -> bool:

@@ -18,7 +18,7 @@ def planned(request: Request) -> list[Advice]:
     return turns(ranking, wanted, request)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "l40s"])
+@pytest.mark.parametrize("gpu", ["l40s", pytest.param("h100", marks=pytest.mark.full)])
 def test_every_line_gains_over_the_first_and_the_largest_gain_stands_first(gpu: str) -> None:
     request = Request("qwen3-30b-a3b", 16, gpu, 4096, fixed=SMALL)
     wanted, ranking = answer(request)

@@ -50,6 +50,7 @@ def test_a_rank_of_1024_holds_and_keeps_what_is_planned(
     assert plan.peak == pytest.approx(found.peak, rel=0.05)
 
 
+@pytest.mark.full
 def test_sub_batches_hold_no_more_than_whole_micro_batches() -> None:
     """So a plan need not tell them apart."""
     pytest.importorskip("triton", reason="layers are those of a GPU")

@@ -84,7 +84,10 @@ def test_what_fits_nowhere_says_which_memory_is_too_small() -> None:
     assert found is not None, text
     assert float(found[1]) > float(found[2]) == 220
     assert text.endswith("or more host memory (--host-memory)")
-    # Quantised weights cannot be kept on the host, so that is not tried.
+
+
+@pytest.mark.full
+def test_quantised_weights_that_fit_nowhere_are_not_tried_on_the_host() -> None:
     codes = {"recipe": "fp8_blockwise", "emulate": True, "quantized_weights": True}
     text = refused("mixtral-8x22b", 4, **codes)
     found = re.search(NEEDS_GPU, text)

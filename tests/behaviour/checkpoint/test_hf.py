@@ -27,6 +27,11 @@ ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
 pytestmark = requires_transformers
 
 
+def with_quick(*names: str) -> list[Any]:
+    """All architectures, those that are not named in the full suite alone."""
+    return [pytest.param(a, marks=() if a in names else pytest.mark.full) for a in ARCHITECTURES]
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {
         name: value
@@ -60,7 +65,7 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model.eval()(tokens).logits
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", with_quick("mixtral", "deepseek_v3"))
 def test_a_folder_goes_through_a_checkpoint_and_comes_back_bitwise(tmp_path: Path, architecture: str) -> None:
     import transformers
 
@@ -75,7 +80,7 @@ def test_a_folder_goes_through_a_checkpoint_and_comes_back_bitwise(tmp_path: Pat
     assert torch.equal(logits(one), logits(other))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", with_quick("qwen3_moe", "glm4_moe"))
 def test_our_decoder_starts_from_a_folder_and_exports_one_that_transformers_loads(
     tmp_path: Path, architecture: str
 ) -> None:
@@ -133,7 +138,7 @@ def test_a_step_of_zero_learning_rate_under_expert_parallelism_changes_nothing(
         assert losses[architecture] == pytest.approx(loss.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
 def test_prediction_modules_travel_as_further_layers_with_copies_of_embedding_and_head(
     tmp_path: Path, family: str
 ) -> None:
@@ -209,10 +214,7 @@ def test_fp8_with_block_scales_is_dequantised_on_import_and_when_loaded(tmp_path
 
 @pytest.mark.parametrize(
     "architecture",
-    [  # the other names are a part of these
-        *("mixtral", "deepseek_v3"),
-        *(pytest.param(a, marks=pytest.mark.full) for a in ("qwen3_moe", "glm4_moe")),
-    ],
+    with_quick("mixtral", "deepseek_v3"),  # the other names are a part of these
 )
 def test_an_fp8_export_has_codes_and_scales_of_all_projections_and_comes_back(
     tmp_path: Path,
@@ -253,10 +255,7 @@ def test_an_fp8_export_has_codes_and_scales_of_all_projections_and_comes_back(
         assert ((value - plain[name].float()).norm() / plain[name].float().norm()) < 0.04, name
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["deepseek_v3", *(pytest.param(a, marks=pytest.mark.full) for a in ARCHITECTURES if a != "deepseek_v3")],
-)
+@pytest.mark.parametrize("architecture", with_quick("deepseek_v3"))
 def test_transformers_reads_an_fp8_export_as_we_do_where_all_blocks_are_whole(
     tmp_path: Path, architecture: str, caplog: pytest.LogCaptureFixture
 ) -> None:

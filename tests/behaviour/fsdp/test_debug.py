@@ -145,7 +145,7 @@ def count_allocations(case: Case) -> tuple[Counter[str], Counter[str], bool]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(),
+        pytest.param(Case(), marks=pytest.mark.full),
         Case(precision=PrecisionConfig(), micro_batches=2),
         Case(precision=PrecisionConfig(), fsdp={"grad_exchange": "bf16_all_to_all"}),
         Case(precision=PrecisionConfig(), fsdp={"shard": "optimizer"}, micro_batches=2),

@@ -64,7 +64,7 @@ def losses(lean: bool, foreign: bool) -> list[float]:
     case = Case(fsdp={"lean": lean}, degrees=LEAN.degrees, precision=LEAN.precision)
     model = shard_tiny(case, build_meshes(**case.degrees))
     found = []
-    for step in range(5):
+    for step in range(3):
         if step == 0 and not foreign:
             optimizer: torch.optim.Optimizer = AdamW(model, lr=1e-2)
         elif step == 0:

@@ -66,8 +66,9 @@ CASES = {
 
 
 # Others do the same, and more.
-IN_FULL = ("tied embedding and head", "a layer called twice", "a layer called twice in a row",
-           "layers recomputed one by one", "layers recomputed in pairs", "layers return mappings",
+IN_FULL = ("tied embedding and head", "frozen units and vectors", "a layer called twice",
+           "a layer called twice in a row", "layers recomputed one by one", "layers recomputed in pairs",
+           "layers recomputed in threes", "layers return mappings", "rows are never cut",
            "experts in host memory", "lean", "lean, accumulated")  # fmt: skip
 
 
@@ -76,7 +77,8 @@ IN_FULL = ("tied embedding and head", "a layer called twice", "a layer called tw
 )
 def test_gradients_are_those_of_one_process(name: str) -> None:
     case = CASES[name]
-    worst = run_ranks(train_case, 2, Case(**{**vars(case), "steps": 3}))[0]
+    # The second step is in the recorded order, and over what the first one left.
+    worst = run_ranks(train_case, 2, Case(**{**vars(case), "steps": 2}))[0]
     assert max(worst.values()) < 1e-5
 
 

@@ -112,7 +112,7 @@ def check(world: int, shape: Shape, steps: int, tolerance: float) -> None:
 
 
 def test_a_model_is_built_and_trained_in_its_shards_and_two_layers() -> None:
-    check(2, Shape(hidden=128, num_layers=24, vocab=2048), steps=2, tolerance=0.05)
+    check(2, Shape(hidden=128, num_layers=12, vocab=1024), steps=2, tolerance=0.05)
 
 
 @pytest.mark.full

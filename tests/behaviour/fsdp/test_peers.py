@@ -58,7 +58,7 @@ def beside_fsdp2(optimizer: str, steps: int) -> dict[str, float]:
     ],
 )
 def test_training_follows_fsdp2(world: int, optimizer: str) -> None:
-    for worst in run_ranks(beside_fsdp2, world, optimizer, 20 if world > 2 else 8, timeout=300):
+    for worst in run_ranks(beside_fsdp2, world, optimizer, 20 if world > 2 else 4, timeout=300):
         assert worst["loss"] < 1e-5
         assert worst["gradient"] < 1e-5
 

@@ -78,7 +78,7 @@ def test_every_format_is_where_it_was_asked_for() -> None:
     assert run_ranks(dtypes_of, 2, BF16)[0]["output"] == torch.float32
 
 
-STEPS = 5
+STEPS = 3
 
 
 def train_bf16(fsdp: dict[str, object]) -> list[float]:

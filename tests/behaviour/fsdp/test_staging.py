@@ -151,8 +151,8 @@ def compare(scripts: list[Script], fsdp: dict[str, object], tied: bool) -> dict[
 
 def case(name: str, tied: bool, world_size: int) -> object:
     """Alone, nothing is exchanged or gathered; tied heads under the other policies are among the random
-    programs of the suite."""
-    is_quick = name in ("default", "lean") or (world_size == 2 and not tied)
+    programs of the suite; what is exchanged, and where it lives, is nothing to a gradient in a slot."""
+    is_quick = name == "default" or (name in ("whole gradients", "lean") and world_size == 2 and not tied)
     return pytest.param(name, tied, world_size, marks=() if is_quick else pytest.mark.full)
 
 

@@ -51,26 +51,32 @@ def scratch(family: str, ep: int) -> tuple[dict[str, torch.Tensor], torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["deepseek_v3", "gpt_oss", *(pytest.param(f, marks=pytest.mark.full) for f in ("qwen3_moe", "llama"))],
+    ("family", "ranks"),
+    [
+        ("gpt_oss", 2),
+        *(
+            pytest.param(f, 4, marks=pytest.mark.full)
+            for f in ("deepseek_v3", "gpt_oss", "qwen3_moe", "llama")
+        ),
+    ],
 )
-def test_initial_weights_are_the_models_own_and_do_not_depend_on_the_ranks(family: str) -> None:
-    ep = 1 if family == "llama" else 4
-    (one, logits), (four, logits_of_four) = (
+def test_initial_weights_are_the_models_own_and_do_not_depend_on_the_ranks(family: str, ranks: int) -> None:
+    ep = 1 if family == "llama" else ranks
+    (one, logits), (several, logits_of_several) = (
         run_ranks(scratch, 1, family, 1)[0],
-        run_ranks(scratch, 4, family, ep)[0],
+        run_ranks(scratch, ranks, family, ep)[0],
     )
     reference = tiny_hf(family, randomized=False)
-    assert one.keys() == four.keys() == reference.state_dict().keys()
+    assert one.keys() == several.keys() == reference.state_dict().keys()
     for name, value in reference.state_dict().items():
-        assert torch.equal(one[name], four[name]), name
+        assert torch.equal(one[name], several[name]), name
         assert torch.isfinite(one[name]).all(), name
         if value.numel() >= 64:
             spread = value.std(correction=0).item()
             assert one[name].std(correction=0).item() == pytest.approx(spread, rel=0.35, abs=1e-6), name
     gate_ups = [v for n, v in one.items() if n.endswith("experts.gate_up_proj")]
     assert all(not torch.equal(v[0], v[1]) for v in gate_ups)
-    torch.testing.assert_close(logits, logits_of_four, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits, logits_of_several, rtol=1e-5, atol=1e-6)
     reference.load_state_dict(one)  # rotary frequencies are not in there: they were rebuilt
     torch.testing.assert_close(logits, logits_of(reference.eval()), rtol=1e-4, atol=1e-6)
 
@@ -104,17 +110,16 @@ def loaded(family: str, folder: str, ep: int) -> tuple[torch.Tensor, bool]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(f, marks=() if f in ("mixtral", "gpt_oss") else pytest.mark.full)
-        for f in (*FAMILIES, "llama")
-    ],
+    ("family", "ranks"),
+    [("gpt_oss", 2), *(pytest.param(f, 4, marks=pytest.mark.full) for f in (*FAMILIES, "llama"))],
 )
-def test_weights_load_from_safetensors_that_transformers_wrote(family: str, tmp_path: Path) -> None:
+def test_weights_load_from_safetensors_that_transformers_wrote(
+    family: str, ranks: int, tmp_path: Path
+) -> None:
     model = tiny_hf(family)
     model.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
-    ep = 1 if family == "llama" else 4
-    logits, same = run_ranks(loaded, 4, family, str(tmp_path / "hf"), ep)[0]
+    ep = 1 if family == "llama" else ranks
+    logits, same = run_ranks(loaded, ranks, family, str(tmp_path / "hf"), ep)[0]
     assert same
     torch.testing.assert_close(logits, logits_of(model.eval()), rtol=1e-5, atol=1e-5)
 
@@ -148,16 +153,16 @@ def resume(family: str, folder: str, ep: int) -> tuple[list[float], torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=() if f == "gpt_oss" else pytest.mark.full) for f in FAMILIES],
+    ("family", "ranks", "ep", "then"),
+    [("gpt_oss", 2, 1, 2), *(pytest.param(f, 4, 2, 4, marks=pytest.mark.full) for f in FAMILIES)],
 )
 def test_a_checkpoint_resumes_under_another_ep_and_exports_to_plain_transformers(
-    family: str, tmp_path: Path
+    family: str, ranks: int, ep: int, then: int, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    expected = run_ranks(save_early, 4, family, str(tmp_path), 2)
-    got = run_ranks(resume, 4, family, str(tmp_path), 4)
-    for rank in range(4):
+    expected = run_ranks(save_early, ranks, family, str(tmp_path), ep)
+    got = run_ranks(resume, ranks, family, str(tmp_path), then)
+    for rank in range(ranks):
         assert got[rank][0] == pytest.approx(expected[rank], rel=1e-5)
     for folder in ("hf", "refit"):
         plain = transformers.AutoModelForCausalLM.from_pretrained(
@@ -185,7 +190,7 @@ def test_an_ep_part_holds_its_own_experts_only() -> None:
 
 
 def live(family: str) -> dict[str, Any]:
-    model = parallelize(tiny_hf(family), build_meshes(ep=4))
+    model = parallelize(tiny_hf(family), build_meshes(ep=dist.get_world_size()))
     kind, rank = type(model).__name__, dist.get_rank()
     prompt = batch(0, 0)[:, : 3 + rank]
     found: dict[str, Any] = {"class": kind, "eval": logits_of(model.eval())}
@@ -223,9 +228,12 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.full)])
-def test_evaluation_generation_recompute_accumulation_and_exceptions(family: str) -> None:
-    got = run_ranks(live, 4, family)
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("qwen3_moe", 2), *(pytest.param(f, 4, marks=pytest.mark.full) for f in ("qwen3_moe", "gpt_oss"))],
+)
+def test_evaluation_generation_recompute_accumulation_and_exceptions(family: str, ranks: int) -> None:
+    got = run_ranks(live, ranks, family)
     plain = tiny_hf(family)
     expected = logits_of(plain.eval())
     for rank, found in enumerate(got):

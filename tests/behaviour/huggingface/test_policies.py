@@ -38,7 +38,7 @@ from tests.support.trainer_case import Rows, arguments, forget_accelerate
 
 pytestmark = requires_transformers
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
-STEPS, RATE, LENGTH = 3, 0.1, 12
+STEPS, RATE, LENGTH = 2, 0.1, 12
 BOUND = 1e-5
 
 

@@ -66,7 +66,8 @@ def trains(family: str, optimizer: str, folder: str) -> tuple[set[str], dict[str
     model = load_split(folder) if folder else split_here(tiny(family), meshes)
     split = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
     parallelize(model, meshes)
-    return split, train_beside(model, tiny(family), meshes, optimizer, loss_of=loss_of, num_steps=3)
+    num_steps = 2 if optimizer == "sgd" else 3  # a third shows AdamW's moments
+    return split, train_beside(model, tiny(family), meshes, optimizer, loss_of=loss_of, num_steps=num_steps)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def saves(folder: str) -> None:
 
 def loads(folder: str) -> float:
     """Under ep, by fsdmoe's own split over tp; the worst difference from what was saved."""
-    model = parallelize(tiny("qwen3_moe"), build_meshes(tp=2, ep=4))
+    model = parallelize(tiny("qwen3_moe"), build_meshes(tp=2, ep=2))
     for parameter in model.parameters():
         parameter.data.zero_()
     checkpoint.load(Path(folder) / "ckpt", model)
@@ -119,4 +120,4 @@ def loads(folder: str) -> float:
 @pytest.mark.skipif("is_old()", reason="it is refused, see above")
 def test_its_checkpoint_fits_fsdmoes_own_split_over_tp_and_ep(tmp_path: Path) -> None:
     run_ranks(saves, 4, str(tmp_path))
-    assert max(run_ranks(loads, 4, str(tmp_path))) == 0.0
+    assert max(run_ranks(loads, 2, str(tmp_path))) == 0.0

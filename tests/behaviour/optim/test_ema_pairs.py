@@ -19,7 +19,7 @@ from fsdmoe.features import RIGHT, Feature
 from fsdmoe.fsdp.config import CPU_OFFLOAD
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
-from fsdmoe.optim.config import EMA, MUON, QK_CLIP, SMALL_MOMENTS, STATE_OFFLOAD
+from fsdmoe.optim.config import EMA, MUON, QK_CLIP, SMALL_MOMENTS
 from fsdmoe.testing import run_ranks
 from fsdmoe.train import Run
 from tests.behaviour.test_compatibility import PLAIN, SETTINGS, _train, config_of, world_of
@@ -58,7 +58,7 @@ def check(feature: Feature) -> None:
 TRAINED = [*EXACT, CPU_OFFLOAD, *CHANGING]
 
 
-@pytest.mark.parametrize("feature", [STATE_OFFLOAD, on.TENSOR_PARALLELISM], ids=lambda each: each.name)
+@pytest.mark.parametrize("feature", [on.TENSOR_PARALLELISM], ids=lambda each: each.name)
 def test_a_feature_leaves_the_loss_of_averaged_weights_as_it_is(feature: Feature) -> None:
     check(feature)
 

@@ -107,7 +107,7 @@ def test_segments_of_a_map_are_operands_of_their_own() -> None:
 
 
 def test_experts_are_those_of_plain_torch() -> None:
-    check_experts("nvfp4")
+    check_experts("mxfp8")
 
 
 def check_experts(name: str) -> None:
