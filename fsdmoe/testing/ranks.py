@@ -47,6 +47,8 @@ with what that test had set for a while."""
 # Groups that a case left in cycles beyond the garbage collector's reach keep two threads each, and sockets;
 # ranks that have gathered so many are replaced.
 MAX_THREADS = 300
+# New containers from which on a rank looks for garbage in the midst of a case.
+_MANY_OBJECTS = 50_000
 # Newly imported modules from which on a rank freezes what it holds.
 _MANY_MODULES = 100
 # For the other ranks to answer once one has failed.
@@ -167,7 +169,9 @@ def _is_consequence(error: str) -> bool:
 def _serve(pipe: Connection, path: list[str], environment: dict[str, str]) -> None:
     """The loop of a pooled rank: one case after another, each in its own process group."""
     sys.path[:] = path
+    gc.freeze()  # what was imported before the fork would be looked through, and its pages copied
     gc.enable()  # the server may have imported without it
+    gc.set_threshold(_MANY_OBJECTS)  # a collection comes after every case anyway
     if environment:
         os.environ.clear()
         os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
