@@ -38,8 +38,14 @@ def refuse_other_folders(folder: str) -> None:
 
 def main(folder: str, prompt: str, *, plain: bool = False) -> str:
     refuse_other_folders(folder)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of torchao, which transformers loads
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    for name in ("torch.utils._pytree", "torchao"):  # of torchao, which transformers loads
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    except OSError as error:
+        if Path(folder).is_dir():
+            raise
+        raise SystemExit(f"{folder}: expected a folder, or a model's name on the hub; got neither") from error
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     is_chat = bool(tokenizer.chat_template) and not plain
     kind = "its chat template" if is_chat else "a plain prompt"

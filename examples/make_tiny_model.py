@@ -43,7 +43,8 @@ def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def main(folder: str) -> None:
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of torchao, which transformers loads
+    for name in ("torch.utils._pytree", "torchao"):  # of torchao, which transformers loads
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     config = transformers.AutoConfig.for_model(

@@ -30,7 +30,7 @@ from fsdmoe.data.stream import DataStream, build_data
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.observe.console import make_console, suppress_broken_pipe
-from fsdmoe.rules import counted
+from fsdmoe.rules import choice_like, counted
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, open, show, measure."""
     given, others = parser().parse_known_args(arguments)
     try:
+        _refuse_misspelt(others)
         config = _read(given.config, others)
         rows = given.global_batch_size or (config.train.global_batch_size if given.config else 32)
         if config.data.has_pairs:
@@ -74,6 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+
+
+def _refuse_misspelt(others: Sequence[str]) -> None:
+    """Options that are nearly this command's own."""
+    own = [option for action in parser()._actions for option in action.option_strings]
+    for word in others:
+        option = word.partition("=")[0]
+        if option.startswith("--") and "." not in option and (like := choice_like(option, own)):
+            raise ConfigError(f"{option}: unknown option; {like}")
 
 
 def _read(path: str | None, others: Sequence[str]) -> Config:

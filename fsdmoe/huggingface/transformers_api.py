@@ -22,6 +22,7 @@ from fsdmoe.context_parallel.config import Mode
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.attention import huggingface_attention
 from fsdmoe.huggingface.for_a_while import set_for_a_while
+from fsdmoe.rules import choice_like
 
 try:
     import transformers
@@ -37,11 +38,9 @@ def read_hf_config(path: str | os.PathLike[str]) -> Any:
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         name = os.fspath(path)
-        is_of_hub = name.count("/") == 1 and not folder.exists() and name[0] not in "./~"
-        fix = (
-            f"hf download {name} --local-dir {folder.name}, and name that folder" if is_of_hub else "name one"
+        raise ConfigError(
+            f"model.hf: expected a folder with a config.json, got {name!r}; {_folder_instead(folder, name)}"
         )
-        raise ConfigError(f"model.hf: expected a folder with a config.json, got {name!r}; {fix}")
     try:
         return transformers.AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:
@@ -49,6 +48,15 @@ def read_hf_config(path: str | os.PathLike[str]) -> Any:
             f"model.hf: {os.fspath(path)!r} has a config.json that transformers {transformers.__version__} "
             f"cannot read ({str(error).splitlines()[0]}); fix it, or install the version that it needs"
         ) from error
+
+
+def _folder_instead(folder: Path, name: str) -> str:
+    """A folder of nearly this name, or where to get it."""
+    if close := choice_like(str(folder), [str(each.parent) for each in folder.parent.glob("*/config.json")]):
+        return close
+    if name.count("/") == 1 and not folder.exists() and name[0] not in "./~":
+        return f"hf download {name} --local-dir {folder.name}, and name that folder"
+    return "name one"
 
 
 def build_hf_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> nn.Module:

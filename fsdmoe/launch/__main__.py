@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdmoe.config import CommandLine, load_config
+from fsdmoe.config.disk import disk_findings
 from fsdmoe.config.toml import PACKAGED, is_packaged
 from fsdmoe.errors import ConfigError
 from fsdmoe.launch import kubernetes, ray_train, skypilot, slurm
 from fsdmoe.launch.job import (
+    CONFIG_FILE,
     DEFAULT_GPU,
     ClusterJob,
     mesh_warnings,
@@ -41,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings = mesh_warnings(job, command, options.gpu)
         if options.on in _RUN_ELSEWHERE:
             warnings += storage_warnings(command.config, options.shared)
-        if options.on == "kubernetes":  # SkyPilot brings this folder along
-            warnings += path_warnings(command.config)
+            warnings += path_warnings(command.config, brings_folder=options.on == "skypilot")
+        else:  # whose nodes share this machine's disk, as a rule
+            warnings += [f"here, {line}" for _, line in disk_findings(command.config, is_plan=True)]
         for line in warnings:
             print(f"fsdmoe: warning: {line}", file=sys.stderr)
         files, submission = _WRITERS[options.on](job, options)
@@ -106,6 +109,9 @@ def read_job(options: argparse.Namespace, rest: Sequence[str]) -> tuple[ClusterJ
             f"--nodes and --gpus-per-node: expected numbers above 0, or MIN:MAX nodes, got {options.nodes!r} "
             f"and {options.gpus_per_node}; write --nodes 4 --gpus-per-node 8"
         )
+    own = [word for word in rest if word.partition("=")[0].removeprefix("--") in _SBATCH]
+    if options.on == "slurm" and own:
+        raise ConfigError(f"{own[0]}: an option of sbatch; write --sbatch={own[0]}=VALUE")
     if "--config" not in rest:
         raise ConfigError("--config: expected the file of a run, got none; write --config FILE.toml")
     world_size = int(counts[-1]) * options.gpus_per_node
@@ -126,6 +132,9 @@ def read_job(options: argparse.Namespace, rest: Sequence[str]) -> tuple[ClusterJ
     return job, command
 
 
+_SBATCH = ("account", "constraint", "exclude", "gres", "mem", "nodelist", "partition", "qos", "reservation")
+"""Options that people give to sbatch."""
+
 Files = tuple[list[tuple[str, str]], list[str]]
 """Names and texts, and the command that submits the last of them."""
 
@@ -140,12 +149,7 @@ def _slurm(job: ClusterJob, options: argparse.Namespace) -> Files:
 def _kubernetes(job: ClusterJob, options: argparse.Namespace) -> Files:
     if not options.image:
         raise ConfigError("--image: expected the container image of the job, got none; name one")
-    at = job.arguments.index("--config") + 1
-    inside = (*job.arguments[:at], kubernetes.CONFIG_FILE.format(job.config_name), *job.arguments[at + 1 :])
-    name = job.arguments[at]
-    file = PACKAGED / f"{name}.toml" if is_packaged(name) else Path(name)
-    text = file.read_text(encoding="utf-8")
-    job = replace(job, arguments=inside)
+    job, text = _with_config_inside(job)
     given = {"image": options.image, "config": text, "claim": options.shared}
     if options.plain or job.is_elastic:
         objects = kubernetes.indexed_job(job, **given)
@@ -161,8 +165,19 @@ def _ray(job: ClusterJob, _: argparse.Namespace) -> Files:
 
 
 def _skypilot(job: ClusterJob, options: argparse.Namespace) -> Files:
-    text = skypilot.task(job, gpu=options.gpu or DEFAULT_GPU, bucket=options.shared)
+    job, config = _with_config_inside(job)
+    text = skypilot.task(job, config=config, gpu=options.gpu or DEFAULT_GPU, bucket=options.shared)
     return [("task.yaml", text)], ["sky", "jobs", "launch", "--yes"]
+
+
+def _with_config_inside(job: ClusterJob) -> tuple[ClusterJob, str]:
+    """The job with its configuration where the job itself writes it, and the text of that file."""
+    at = job.arguments.index("--config") + 1
+    name = job.arguments[at]
+    file = PACKAGED / f"{name}.toml" if is_packaged(name) else Path(name)
+    inside = CONFIG_FILE.format(job.config_name)
+    job = replace(job, arguments=(*job.arguments[:at], inside, *job.arguments[at + 1 :]))
+    return job, file.read_text(encoding="utf-8")
 
 
 _RUN_ELSEWHERE = ("kubernetes", "skypilot")

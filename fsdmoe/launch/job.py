@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,8 @@ from fsdmoe.rules import counted
 
 PORT = 29400
 """Where launchers meet, on a node that runs nothing else."""
+CONFIG_FILE = "/tmp/{}.toml"
+"""On a node that does not see this machine's files, by the name of the configuration."""
 _NODE = 8
 """GPUs of the largest node whose NVLink ends with it; larger domains span nodes."""
 
@@ -130,20 +133,37 @@ def storage_warnings(config: Config, shared: str) -> list[str]:
     ]
 
 
-def path_warnings(config: Config) -> list[str]:
-    """Relative paths, which containers would look for in a folder of their own image."""
+def path_warnings(config: Config, *, brings_folder: bool) -> list[str]:
+    """Relative paths that nodes will not find. A job that ``brings_folder`` has this one there, but for what
+    git ignores; others start in a folder of their own image."""
     paths = {"model.hf": config.model.hf or ""}
     paths |= {f"{key}.path": source.path for key, source in keyed_sources(config.data)}
     if config.data.tokenizer != "bytes":
         paths["data.tokenizer"] = config.data.tokenizer
     if config.checkpoint.load not in ("latest", "none"):
         paths["checkpoint.load"] = config.checkpoint.load
+    paths = {key: path for key, path in paths.items() if path and "://" not in path and path[0] not in "/~"}
+    if brings_folder:
+        return [
+            f"{key}: {path!r} is ignored by git, and does not travel with this folder; take it out of "
+            ".gitignore, or name a folder that --shared mounts"
+            for key, path in paths.items()
+            if _is_ignored(path)
+        ]
     return [
         f"{key}: expected the path in the job's containers, got {path!r}, which is relative to the folder "
         f"that they start in; write /FOLDER/{path.removeprefix('./')}, where FOLDER is mounted there"
         for key, path in paths.items()
-        if path and "://" not in path and path[0] not in "/~"
     ]
+
+
+def _is_ignored(path: str) -> bool:
+    """Whether git leaves it out; not where there is no git, or no repository."""
+    command = ["git", "check-ignore", "-q", "--", path]
+    try:
+        return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
+    except OSError:
+        return False
 
 
 def write_files(job: ClusterJob, files: Sequence[tuple[str, str]]) -> list[Path]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdmoe.launch.job import PORT, ClusterJob
+from fsdmoe.launch.job import CONFIG_FILE, PORT, ClusterJob
 
-CONFIG_FILE = "/tmp/{}.toml"
-"""In a container, by the name of the configuration."""
 _CONFIG = "FSDMOE_CONFIG"
 _RESTARTS = 100
 """Of pods, over the whole run."""

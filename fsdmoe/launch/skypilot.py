@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fsdmoe.launch.job import PORT, ClusterJob
+from textwrap import indent
+
+from fsdmoe.launch.job import CONFIG_FILE, PORT, ClusterJob
 
 _TASK = """\
 # Written by fsdmoe launch. Submit it: sky jobs launch {path}
@@ -14,17 +16,21 @@ resources:
     max_restarts_on_errors: 3
 workdir: .
 {mounts}setup: |
-  pip install .
+  pip install '.[adapters,charts,data,datasets,torchao]'
 run: |
+  cat > {config_file} <<'END_OF_CONFIGURATION'
+{config}
+  END_OF_CONFIGURATION
   {train}
 """
 
 
-def task(job: ClusterJob, *, gpu: str, bucket: str = "") -> str:
+def task(job: ClusterJob, *, config: str, gpu: str, bucket: str = "") -> str:
     """The task's YAML.
 
     Args:
         job: The run.
+        config: The text of its configuration, which the task writes where the run reads it.
         gpu: The name of the accelerator.
         bucket: NAME:FOLDER, a bucket that is mounted there: what outlives the instances.
     """
@@ -44,5 +50,7 @@ def task(job: ClusterJob, *, gpu: str, bucket: str = "") -> str:
         nodes=job.nodes,
         resources=f"  accelerators: {gpu.upper()}:{job.ranks_per_node}\n" if job.has_gpus else "",
         mounts=mounts,
+        config_file=CONFIG_FILE.format(job.config_name),
+        config=indent(config.rstrip("\n"), "  "),
         train=train,
     )

@@ -121,3 +121,10 @@ def test_pairs_are_shown_one_below_the_other(tmp_path, monkeypatch, capsys):
             after = output.partition(f"pair {pair}, {name}: ")[2]
             assert after.partition("⟦")[2].startswith(f"The {name} one<|im_end|>⟧")
     assert "pair 3" not in output
+
+
+def test_a_misspelt_option_of_its_own_is_named(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, "--shwo", "2")
+    assert end.value.code == 2
+    assert "--shwo: unknown option; did you mean --show?" in capsys.readouterr().err

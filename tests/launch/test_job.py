@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -222,6 +223,35 @@ def test_a_skypilot_task_recovers_and_keeps_what_it_saved(launch: Launch) -> Non
     assert '--node-rank "$SKYPILOT_NODE_RANK"' in text
 
 
+def test_a_skypilot_task_writes_the_configuration_that_it_reads(launch: Launch, tmp_path: Path) -> None:
+    """git may ignore the file, and then SkyPilot does not send it."""
+    text = (launch("--on", "skypilot", "--shared", "runs:/runs") / "task.yaml").read_text()
+    script = dedent(text.partition("run: |\n")[2])
+    written, _, train = script.partition("END_OF_CONFIGURATION'\n")[2].partition("END_OF_CONFIGURATION\n")
+    (config,) = tmp_path.glob("*.toml")
+    assert written == config.read_text()
+    assert f"--config /tmp/{config.name}" in train
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_a_path_that_git_ignores_is_warned_of_where_the_folder_travels(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_text("corpus/\n")
+    words = ["--on", "skypilot", "--shared", "disk:/shared", "--train.output_dir", "/shared/x"]
+    for folder, warned in (("corpus/", True), ("texts/", False)):
+        launch(*words, "--data.kind", "text", "--data.path", folder)
+        assert (f"data.path: {folder!r} is ignored by git" in capsys.readouterr().err) == warned
+
+
+def test_data_that_is_not_here_is_warned_of_where_nodes_share_this_disk(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch("--on", "slurm", "--data.kind", "text", "--data.path", "/nowhere")
+    assert "fsdmoe: warning: here, data.path: " in capsys.readouterr().err
+
+
 def test_a_ray_job_is_a_program(launch: Launch) -> None:
     text = (launch("--on", "ray", nodes="1:2") / "ray_job.py").read_text()
     compile(text, "ray_job.py", "exec")
@@ -231,6 +261,7 @@ def test_a_ray_job_is_a_program(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--partition", "fast"), "--partition: an option of sbatch; write --sbatch=--partition=VALUE"),
         (("--nodes", "none"), "--nodes and --gpus-per-node: expected numbers above 0"),
         (("--nodes", "2:4"), "--nnodes (--nodes): with 3 hosts of 1 ranks"),
         # for three nodes and for four, of which the job may have either
