@@ -96,6 +96,7 @@ def test_another_model_is_refused_by_its_keys_on_all_ranks(run_of_two_ranks: Pat
     assert (folder / "config.toml").read_text() == before
 
 
+@pytest.mark.full
 def test_another_model_may_have_a_folder_without_checkpoints(tmp_path: Path) -> None:
     config = write_config(tmp_path, checkpoint__interval=-1)
     trained("--config", config)
@@ -103,6 +104,7 @@ def test_another_model_may_have_a_folder_without_checkpoints(tmp_path: Path) -> 
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["model"]["num_experts"] == 4
 
 
+@pytest.mark.full
 def test_a_folder_of_an_earlier_version_resumes_and_a_failed_start_claims_nothing(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     trained("--config", config)

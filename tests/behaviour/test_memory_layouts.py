@@ -127,7 +127,7 @@ OFFLOADED = get_args(Activation)
 @pytest.mark.parametrize(
     "case",
     [
-        Case("qwen3_moe", MeshConfig(ep=2), 2),
+        pytest.param(Case("qwen3_moe", MeshConfig(ep=2), 2), marks=pytest.mark.full),
         Case("deepseek_v3", MeshConfig(), wrapped=True),
     ],
     ids=str,

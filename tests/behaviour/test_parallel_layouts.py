@@ -73,7 +73,7 @@ SAMPLE = [
             ),
         )
     ),
-    ("deepseek_v3", Layout(MeshConfig(cp=4, ep=2), "all_gather")),
+    pytest.param("deepseek_v3", Layout(MeshConfig(cp=4, ep=2), "all_gather"), marks=pytest.mark.full),
     ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2, chunks=2)),
     (
         "deepseek_v3",

@@ -109,7 +109,7 @@ QUICK = ("layers recomputed", "deepseek_v3")
 @pytest.mark.parametrize(
     ("case", "family", "steps", "optimizers"),
     [
-        (*QUICK, 2, ("sgd",)),  # which sees the scale of gradients
+        pytest.param(*QUICK, 2, ("sgd",), marks=pytest.mark.full),  # which sees the scale of gradients
         *(
             pytest.param(case, family, FEW, ("sgd", "adamw"), marks=pytest.mark.full)
             for case in TRAINED

@@ -177,14 +177,17 @@ def test_a_layer_of_wide_experts_builds(architecture: int) -> None:
     check(compiled, *LAYER)
 
 
-@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
-def test_the_router_builds(architecture: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [(90, (64,)), *(pytest.param(each, (64, 256), marks=pytest.mark.full) for each in (90, 100))],
+)
+def test_the_router_builds(architecture: int, sizes: tuple[int, ...]) -> None:
     logits = torch.zeros(64, 64, requires_grad=True)
     policy = TopKPolicy(top_k=4, score="sigmoid", norm_topk=True, num_groups=4, topk_groups=2)
     with compiling(architecture) as compiled:
         routed = router_topk_triton(logits, torch.zeros(64), policy, token_mask_T=torch.ones(64).bool())
         (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum).backward()
-        for num_experts in (64, 256):
+        for num_experts in sizes:
             weight = torch.zeros(num_experts, 512, dtype=torch.bfloat16)
             router_input_grad(torch.zeros(64, num_experts), weight, torch.zeros_like(weight[:64]))
     check(compiled, "_forward_kernel", "_backward_kernel", "_router_grad_kernel")
