@@ -109,7 +109,7 @@ def read_job(options: argparse.Namespace, rest: Sequence[str]) -> tuple[ClusterJ
             f"--nodes and --gpus-per-node: expected numbers above 0, or MIN:MAX nodes, got {options.nodes!r} "
             f"and {options.gpus_per_node}; write --nodes 4 --gpus-per-node 8"
         )
-    own = [word for word in rest if word.partition("=")[0].removeprefix("--") in _SBATCH]
+    own = [word for word in rest if word.partition("=")[0] in _SBATCH]
     if options.on == "slurm" and own:
         raise ConfigError(f"{own[0]}: an option of sbatch; write --sbatch={own[0]}=VALUE")
     if "--config" not in rest:
@@ -132,7 +132,10 @@ def read_job(options: argparse.Namespace, rest: Sequence[str]) -> tuple[ClusterJ
     return job, command
 
 
-_SBATCH = ("account", "constraint", "exclude", "gres", "mem", "nodelist", "partition", "qos", "reservation")
+_SBATCH = (
+    "--account", "--constraint", "--exclude", "--gres", "--mem", "--nodelist", "--partition", "--qos",
+    "--reservation",
+)  # fmt: skip
 """Options that people give to sbatch."""
 
 Files = tuple[list[tuple[str, str]], list[str]]

@@ -248,7 +248,7 @@ def test_a_path_that_git_ignores_is_warned_of_where_the_folder_travels(
 def test_data_that_is_not_here_is_warned_of_where_nodes_share_this_disk(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch("--on", "slurm", "--data.kind", "text", "--data.path", "/nowhere")
+    launch("--on", "slurm", "--data.kind", "text", "--data.path", "mem")  # no option of sbatch
     assert "fsdmoe: warning: here, data.path: " in capsys.readouterr().err
 
 
