@@ -1,13 +1,14 @@
-"""Planned against measured: the peak of device memory in training steps of one GPU, setting by setting.
+"""Planned against measured: the peak of memory and the time of training steps of one GPU, setting by setting.
 
 Each setting trains three steps on random tokens; what torch allocates at the peak of the last two, less what
 was there before the setting began, is held against the plan of the same configuration (``python -m
 fsdmoe.plan``, ``--dry-run``) without the CUDA context and the allocator's slack, which torch does not count.
+Six more steps are timed, each waited for, as training does; their median is held against the planned time.
 Weights are drawn on the GPU and all settings share a process, so that a setting takes a few seconds.
 
     python benchmarks/planned_memory.py --json planned.json
     python benchmarks/planned_memory.py --only 0 3
-    python benchmarks/planned_memory.py --tiny                on a CPU: plans alone, to see that it works
+    python benchmarks/planned_memory.py --tiny                on a CPU: plans alone
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import argparse
 import gc
 import json
 import math
+import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,10 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.plan.estimate import estimate
 from fsdmoe.plan.hardware import GPUS
 from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.step_time import estimate_time
 
 GIB = 2**30
+MEMORY_STEPS, TIMED_STEPS = 3, 6
 QWEN = {"preset": "qwen3-30b-a3b", "num_hidden_layers": 8}
 LONG_QWEN = {"preset": "qwen3-30b-a3b", "num_hidden_layers": 24}
 MIXTRAL = {"preset": "mixtral-8x7b", "num_hidden_layers": 2}
@@ -96,20 +101,26 @@ def config_of(index: int, folder: str) -> Config:
 
 
 def measure(config: Config, meshes: Meshes) -> dict[str, float]:
-    """Bytes at the peak, and as they stand between steps."""
+    """GiB at the peak and as they stand between steps, and milliseconds a step."""
     device, before = meshes.device, torch.cuda.memory_allocated()
     policy = ParallelPolicy.from_config(config)
     model = parallelize(build_any_model(config.model, config.experts)[0], meshes, policy)
     decoder, optimizer = as_causal_lm(model), build_optimizer(model, config.optim)
     shape = (config.train.micro_batch_size, config.data.seq_len)
-    found = {}
-    for number in range(3):
+    found: dict[str, float] = {}
+    seconds: list[float] = []
+    for number in range(MEMORY_STEPS + TIMED_STEPS):
         if number == 1:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             found["between steps"] = torch.cuda.memory_allocated() - before
+        if number == MEMORY_STEPS:
+            found["allocated"] = torch.cuda.max_memory_allocated() - before
+            found["reserved"] = torch.cuda.max_memory_reserved()
         tokens_BS = torch.randint(config.model.vocab_size, shape, device=device)
         everywhere_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
         with engine_of(model).micro_batch(last=True):
             out = decoder(tokens_BS, labels_BS=tokens_BS, loss_mask_BS=everywhere_BS)
             found["kept for backward"] = torch.cuda.memory_allocated() - before
@@ -118,11 +129,11 @@ def measure(config: Config, meshes: Meshes) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
         del out
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
     found["kept for backward"] -= found["between steps"]
-    found["allocated"] = torch.cuda.max_memory_allocated() - before
-    found["reserved"] = torch.cuda.max_memory_reserved()
-    return {name: value / GIB for name, value in found.items()}
+    sizes = {name: value / GIB for name, value in found.items()}
+    return sizes | {"ms": 1e3 * statistics.median(seconds[MEMORY_STEPS:])}
 
 
 def planned(config: Config) -> tuple[float, dict[str, float]]:
@@ -132,12 +143,20 @@ def planned(config: Config) -> tuple[float, dict[str, float]]:
     return (memory.total - memory.context - memory.slack) / GIB, parts
 
 
+def planned_ms(config: Config) -> float:
+    """Milliseconds a step, with kernels also where this machine has none."""
+    setting = Setting.of(config, 1)
+    with_kernels = replace(setting, precision=replace(setting.precision, emulate=False))
+    return 1e3 * estimate_time(Job.of(config), with_kernels, GPUS["h200"]).total
+
+
 def row_of(index: int, meshes: Meshes | None, folder: str) -> dict[str, Any]:
     """Of one setting; without ``meshes`` nothing is measured."""
     name, batch, _ = SETTINGS[index]
     config = config_of(index, folder)
     plan, parts = planned(config)
     row: dict[str, Any] = {"setting": name, "planned": plan, "tokens": f"{batch} x {config.data.seq_len}"}
+    row["planned ms"] = planned_ms(config)
     if meshes is not None:
         began = time.perf_counter()
         try:
@@ -160,15 +179,18 @@ def main() -> None:
     args = parser.parse_args()
     meshes = None if args.tiny else build_meshes()
     rows = []
-    print("| setting | tokens | planned GiB | measured GiB | planned / measured | reserved GiB | seconds |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| setting | tokens | planned GiB | measured GiB | planned / measured | reserved GiB | planned ms "
+          "| measured ms | planned / measured | seconds |")  # fmt: skip
+    print("|" + " --- |" * 10)
     with tempfile.TemporaryDirectory() as folder:
         for index in args.only:
             row = row_of(index, meshes, folder)
             plan = row["planned"]
             peak, reserved, seconds = (row.get(key, math.nan) for key in ("allocated", "reserved", "seconds"))
+            time_planned, time_seen = row["planned ms"], row.get("ms", math.nan)
             print(f"| {row['setting']} | {row['tokens']} | {plan:.2f} | {peak:.2f} | {plan / peak:.3f} "
-                  f"| {reserved:.2f} | {seconds:.1f} |", flush=True)  # fmt: skip
+                  f"| {reserved:.2f} | {time_planned:.1f} | {time_seen:.1f} "
+                  f"| {time_planned / time_seen:.3f} | {seconds:.1f} |", flush=True)  # fmt: skip
             rows.append(row)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=1))
