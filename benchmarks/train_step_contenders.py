@@ -61,7 +61,7 @@ NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers com
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe keeping all",
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
          "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main", "fsdmoe fp8, fp32 main",
-         "fsdmoe fp8 keeping all",
+         "fsdmoe fp8 keeping all", "fsdmoe fp8 with head", "fsdmoe fp8 with head, keeping codes",
          "torchtitan blocks fp8", "torchtitan blocks fp8 linear")  # fmt: skip
 _KEEPING_ALL = ("fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
 
@@ -102,11 +102,15 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     if name.startswith("fsdmoe fp8"):
         covers = ("experts",) if "experts" in name else ("experts", "attention")
         formats |= {"recipe": "fp8_blockwise", "covers": covers, "quantized_weights": True}
+        formats |= {"head": "fp8"} if "with head" in name else {}
     precision = PrecisionConfig(**formats)
     keeps_all = name in _KEEPING_ALL or name.endswith("keeping all")
     policy = ParallelPolicy(
         precision=precision, seed=SEED, initializer_range=STD,
-        memory=MemoryConfig(recompute=() if keeps_all else ("norms",)),
+        memory=MemoryConfig(
+            recompute=() if keeps_all else ("norms",),
+            keep="codes" if name.endswith("keeping codes") else "values",
+        ),
         grad_divisor=1.0,
         fused_layers=not name.endswith("as is"),
     )  # fmt: skip
