@@ -3,7 +3,8 @@
 Each setting trains three steps on random tokens; what torch allocates at the peak of the last two, less what
 was there before the setting began, is held against the plan of the same configuration (``python -m
 fsdmoe.plan``, ``--dry-run``) without the CUDA context and the allocator's slack, which torch does not count.
-Six more steps are timed, each waited for, as training does; their median is held against the planned time.
+Six more steps are timed, from the wait for one gradient's norm to that for the next, as training waits; their
+median is held against the planned time.
 Weights are drawn on the GPU and all settings share a process, so that a setting takes a few seconds.
 
     python benchmarks/planned_memory.py --json planned.json
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import statistics
@@ -53,6 +55,7 @@ WRAPPED = {
     "tie_word_embeddings": False,    "rms_norm_eps": 1e-6, "hidden_act": "silu",
 }  # fmt: skip
 LEAN = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", "main_dtype": "bfloat16"}
+ALL_BF16: dict[str, Any] = {"precision": LEAN, "optim": {"moment_dtype": "bfloat16"}}
 MOVED = ["layer_input", "mlp_norm_input", "attention_output"]
 
 SETTINGS: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
@@ -80,6 +83,31 @@ SETTINGS: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
      {"model": QWEN, "optim": {"moment_dtype": "bfloat16", "state_offload": 0.6}}),
     ("transformers' Qwen3-MoE, 4 layers", 2, {"model": WRAPPED}),
     ("transformers' Qwen3-MoE, 4 layers, layer", 4, {"model": WRAPPED, "memory": {"recompute": ["layer"]}}),
+    # from here on planned after the time of those above was known, and before their own was
+    ("30B-A3B, 12 layers, all bf16", 2, {"model": QWEN | {"num_hidden_layers": 12}, **ALL_BF16}),
+    ("30B-A3B, 16 layers, all bf16, layer", 4,
+     {"model": QWEN | {"num_hidden_layers": 16}, **ALL_BF16, "memory": {"recompute": ["layer"]}}),
+    ("30B-A3B, 8 layers, all bf16, rows of 16,384", 1,
+     {"model": QWEN, **ALL_BF16, "data": {"seq_len": 16_384}}),
+    ("30B-A3B, 8 layers, all bf16, attention, experts", 4,
+     {"model": QWEN, **ALL_BF16, "memory": {"recompute": ["attention", "experts"]}}),
+    ("235B-A22B, 2 layers", 2, {"model": {"preset": "qwen3-235b-a22b", "num_hidden_layers": 2}}),
+    ("235B-A22B, 3 layers, all bf16, layer", 4,
+     {"model": {"preset": "qwen3-235b-a22b", "num_hidden_layers": 3}, **ALL_BF16,
+      "memory": {"recompute": ["layer"]}}),
+    ("GLM-4.5-Air, 2 layers", 2, {"model": {"preset": "glm-4.5-air", "num_hidden_layers": 2}}),
+    ("GLM-4.5-Air, 6 layers, all bf16, norms", 2,
+     {"model": {"preset": "glm-4.5-air", "num_hidden_layers": 6}, **ALL_BF16,
+      "memory": {"recompute": ["norms"]}}),
+    ("gpt-oss-20b, 4 layers", 4, {"model": {"preset": "gpt-oss-20b", "num_hidden_layers": 4}}),
+    ("Mixtral 8x7B, 4 layers, all bf16, layer", 4,
+     {"model": MIXTRAL | {"num_hidden_layers": 4}, **ALL_BF16, "memory": {"recompute": ["layer"]}}),
+    ("DeepSeek-V3, 5 layers, 32 experts, all bf16", 1,
+     {"model": DEEPSEEK | {"num_hidden_layers": 5}, **ALL_BF16}),
+    ("30B-A3B, 8 layers, fp8_blockwise, all bf16, layer", 4,
+     {"model": QWEN, "precision": LEAN | {"recipe": "fp8_blockwise"}, "optim": ALL_BF16["optim"],
+      "memory": {"recompute": ["layer"]}}),
+    ("30B-A3B, 8 layers, all bf16, a few rows", 1, {"model": QWEN, **ALL_BF16}),
 ]  # fmt: skip
 
 
@@ -91,7 +119,7 @@ def config_of(index: int, folder: str) -> Config:
         (Path(folder) / "config.json").write_text(json.dumps(WRAPPED))
     if "recipe" in settings.get("precision", {}) and not torch.cuda.is_available():
         settings["precision"]["emulate"] = True  # there are no kernels; a plan needs none
-    settings["data"] = {"seq_len": 4096}
+    settings.setdefault("data", {"seq_len": 4096})
     settings["train"] = {"micro_batch_size": batch, "global_batch_size": batch, "output_dir": folder}
     problems: list[str] = []
     config = build_config(settings, {}, 1, problems, needs_data=False)
@@ -108,7 +136,7 @@ def measure(config: Config, meshes: Meshes) -> dict[str, float]:
     decoder, optimizer = as_causal_lm(model), build_optimizer(model, config.optim)
     shape = (config.train.micro_batch_size, config.data.seq_len)
     found: dict[str, float] = {}
-    seconds: list[float] = []
+    stamps: list[float] = []
     for number in range(MEMORY_STEPS + TIMED_STEPS):
         if number == 1:
             torch.cuda.synchronize()
@@ -119,21 +147,20 @@ def measure(config: Config, meshes: Meshes) -> dict[str, float]:
             found["reserved"] = torch.cuda.max_memory_reserved()
         tokens_BS = torch.randint(config.model.vocab_size, shape, device=device)
         everywhere_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
         with engine_of(model).micro_batch(last=True):
             out = decoder(tokens_BS, labels_BS=tokens_BS, loss_mask_BS=everywhere_BS)
             found["kept for backward"] = torch.cuda.memory_allocated() - before
             out.loss.backward()
-        clip_grad_norm(model, 1.0)
+        float(clip_grad_norm(model, 1.0).total)  # the step's one wait, as in training
+        stamps.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad()
         del out
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
     found["kept for backward"] -= found["between steps"]
     sizes = {name: value / GIB for name, value in found.items()}
-    return sizes | {"ms": 1e3 * statistics.median(seconds[MEMORY_STEPS:])}
+    seconds = [after - before for before, after in itertools.pairwise(stamps[-TIMED_STEPS - 1 :])]
+    return sizes | {"ms": 1e3 * statistics.median(seconds)}
 
 
 def planned(config: Config) -> tuple[float, dict[str, float]]:

@@ -313,8 +313,9 @@ class _Layers:
     def _recompute(self, parts: dict[str, float], compute: float) -> float:
         """Of one layer, what its parts cost a second time."""
         wanted, model = self._setting.recompute, self._job.model
-        if "layer" in wanted:
-            return compute
+        attention_again = 0.7 * parts["attention"]  # forward alone has a higher rate
+        if "layer" in wanted:  # the start of a layer is mostly its weights and their gradients
+            return compute - parts["start"] - parts["attention"] + attention_again
         found = 0.0
         if "norms" in wanted:
             found += 0.4 * parts["elementwise"]
@@ -325,7 +326,7 @@ class _Layers:
         elif "mla_up" in wanted and model.is_mla:
             found += 0.3 * parts["projections"] + 0.3 * parts["elementwise"]
         if "attention" in wanted:
-            found += 0.7 * parts["attention"]  # forward alone has a higher rate
+            found += attention_again
         if "router" in wanted:
             found += parts.get("router", 0.0)
         if "shared_experts" in wanted:
