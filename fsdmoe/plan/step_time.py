@@ -314,8 +314,8 @@ class _Layers:
         """Of one layer, what its parts cost a second time."""
         wanted, model = self._setting.recompute, self._job.model
         attention_again = 0.7 * parts["attention"]  # forward alone has a higher rate
-        if "layer" in wanted:  # the start of a layer is mostly its weights and their gradients
-            return compute - parts["start"] - parts["attention"] + attention_again
+        if "layer" in wanted:
+            return compute - parts["attention"] + attention_again
         found = 0.0
         if "norms" in wanted:
             found += 0.4 * parts["elementwise"]
@@ -388,13 +388,14 @@ def _moment_seconds(job: Job, setting: Setting, gpu: Gpu, window: float, step: f
 
 def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
     """A step reads the gradient, once more for its norm where it is clipped, reads and writes main weights
-    and moments, and writes the weights. Of adapters nothing is counted: they are about a hundredth of the
-    weights."""
+    and moments, and writes the weights where they are not the main weights themselves. Of adapters nothing is
+    counted: they are about a hundredth of the weights."""
     if job.has_adapters:
         return 0.0
     plan = memory_plan(job, setting)
     reads = 2 if setting.optim.grad_clip else 1
-    size = 2 * setting.main_bytes + reads * setting.grad_bytes + setting.param_bytes
+    size = 2 * setting.main_bytes + reads * setting.grad_bytes
+    size += setting.param_bytes if setting.main_bytes != setting.param_bytes else 0
     rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
     return (_shard(job, setting) * size + 2 * (plan.moments + plan.host_moments)) / rate
 
