@@ -32,7 +32,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.flex import FlexDispatcher, share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_codes
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import has_factors, peel
@@ -196,6 +196,8 @@ def parallelize(
     if policy.precision.qat is not None:
         logger.info("precision: %s", round_weights(inner, policy.precision, meshes))
     memory = policy.memory
+    if memory.keep == "rows":
+        _keep_rows(inner)
     small_chunks = bool(memory.recompute or memory.offload) and _keep_less(inner, meshes, memory, kind)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
@@ -293,6 +295,16 @@ def _quantize(model: nn.Module, meshes: Meshes, policy: ParallelPolicy) -> list[
     if note is not None and meshes.rank(Axis.WORLD) == 0:
         logger.warning("precision.recipe: %s", note)
     return covered.states
+
+
+def _keep_rows(model: nn.Module) -> None:
+    """Let experts keep their sorted rows and activations for backward."""
+    found = [m if isinstance(m, GroupedExperts) else parallel_forward_of(m) for m in model.modules()]
+    owners = [owner for owner in found if owner is not None]
+    if not owners:
+        raise ConfigError('memory.keep: expected a model with experts for "rows", got none; set "values"')
+    for owner in owners:
+        owner.policy = owner.policy._replace(keeps_rows=True)
 
 
 def _keep_less(model: nn.Module, meshes: Meshes, memory: MemoryConfig, kind: ModelKind) -> bool:

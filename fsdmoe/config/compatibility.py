@@ -173,6 +173,27 @@ KEPT_CODES_ROWS = (
     Row(on.KEPT_CODES, on.ADAPTERS, NOT_BUILT, "experts with adapters keep their values"),
 )
 
+KEPT_ROWS_ROWS = (
+    Row(on.KEPT_ROWS, on.RECOMPUTED_PRODUCTS, CANNOT, "one keeps what the other makes again"),
+    Row(on.KEPT_ROWS, on.OFFLOAD, CANNOT, "rows are laid out again in less time than the host sends them"),
+    Row(on.KEPT_ROWS, on.SEQUENTIAL, CANNOT, "experts that are computed one after the other keep their rows"),
+    Row(
+        on.KEPT_ROWS,
+        on.RECIPE_OF_EXPERTS,
+        NOT_BUILT,
+        "quantised products lay out rows of their own",
+        'leave "experts" out of precision.covers',
+    ),
+    Row(
+        on.KEPT_ROWS,
+        on.ADAPTED_EXPERTS,
+        NOT_BUILT,
+        "experts with adapters lay out rows of their own",
+        "set adapter.target_parameters = []",
+    ),
+    Row(on.KEPT_ROWS, FROZEN_CODES, CANNOT, "frozen weights have no gradients that rows are kept for"),
+)
+
 HEAD_ROWS = (
     Row(on.HEAD_IN_FP8, on.WRAPPED, NOT_BUILT, "a wrapped model's head multiplies in its own precision"),
     Row(on.HEAD_IN_FP8, on.TORCHAO_PRODUCTS, NOT_BUILT, "the head takes fsdmoe's own products"),
@@ -237,7 +258,7 @@ EXACT = (
     EXPERT_PARALLELISM, on.EXPERT_TENSOR_PARALLELISM, on.TENSOR_PARALLELISM, on.CONTEXT_PARALLELISM,
     on.EXCHANGED_HEADS, on.REPLICAS, on.CHUNKS, on.SUB_BATCHES, on.CLONES, on.FLEX, on.SEQUENTIAL, on.RECORD,
     on.RECOMPUTED_LAYERS, on.RECOMPUTED_ATTENTION, on.RECOMPUTED_EXPERTS, on.ZERO_1, on.ZERO_2,
-    on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD,
+    on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD, on.KEPT_ROWS,
 )  # fmt: skip
 """Features that change no number of a run, and do something on a CPU. Two of them that no row refuses are
 right together: ``tests/behaviour/test_compatibility.py`` trains them."""
@@ -252,7 +273,7 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 REFUSED: tuple[Row, ...] = (
     *GRAPH_ROWS, *SUB_BATCH_ROWS, *CLONE_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS,
-    *KEPT_CODES_ROWS, *HEAD_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
+    *KEPT_CODES_ROWS, *KEPT_ROWS_ROWS, *HEAD_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
     *DETERMINISTIC_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(

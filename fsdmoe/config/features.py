@@ -148,6 +148,7 @@ TRAINED_ADAPTED_EXPERTS = Feature(
 
 # Memory and speed
 KEPT_CODES = choice("codes kept for backward", "memory.keep", "codes", "values")
+KEPT_ROWS = choice("experts' rows kept for backward", "memory.keep", "rows", "values")
 OFFLOAD = Feature(
     name="activations in host memory", key="memory.offload", shown="names", off="[]",
     is_on=lambda chosen: bool(chosen["memory.offload"]),
@@ -176,6 +177,7 @@ RECOMPUTED_EXPERTS = _recomputes(
     "one of experts, router, shared_experts",
     tuple(part for part in get_args(Part) if part not in _OF_ATTENTION),
 )
+RECOMPUTED_PRODUCTS = _recomputes("recomputed products of experts", '["experts"]', ("experts",))
 DEBUG = switch("checked buffers", "fsdp.debug")
 ZERO_2 = choice("gradients and states sharded (ZeRO-2)", "fsdp.shard", "grads", "params")
 ZERO_1 = choice("states sharded (ZeRO-1)", "fsdp.shard", "optimizer", "params")

@@ -12,6 +12,7 @@
 ``GroupedProducts`` (``expert_mlp_grouped.py``)  grouped products of plain torch, any device and dtype
 ``LowRank`` (``low_rank.py``)                    one weight of those products with its update
 ``FusedProducts`` (``triton/swiglu_mlp.py``)     Triton in bf16: activations fused, gradients in place
+``SortedProducts`` (there)                       the same; sorted rows and activations stay for backward
 ``LowRankProducts`` (``triton/low_rank_mlp.py``) the same with updates of weights
 ``RoundedProducts`` (``triton/rounded_mlp.py``)  Triton, operands rounded as a recipe has them
 ``BlockwiseProducts`` (``gluon/fp8_mlp.py``)     Gluon in fp8, on Hopper
@@ -102,6 +103,15 @@ class PreActivation(NamedTuple):
     """None where backward computes it again."""
 
 
+class SortedRows(NamedTuple):
+    """What products keep in addition, instead of making it again (``ExpertPolicy.keeps_rows``)."""
+
+    x_MD: Tensor | None
+    """Rows in the order of their experts."""
+    act_MN: Tensor | None
+    """What the second projection was given."""
+
+
 class ExpertProducts(Protocol):
     """How one call of experts computes. What passes between its steps is the implementation's own."""
 
@@ -135,10 +145,10 @@ def compute_experts(
     updates: LowRankUpdates = NO_UPDATES,
     late: LateGrads | None = None,
     *,
-    keeps_rows: bool = True,
+    keeps_x: bool = True,
 ) -> Tensor:
     """``y_RD`` by ``products``; with ``late``, backward leaves :meth:`~ExpertProducts.wgrad` there. Without
-    ``keeps_rows`` backward is given an empty x: the products keep what they need of it."""
+    ``keeps_x`` backward is given an empty x: the products keep what they need of it."""
     x_RD, weights_RK, ids_RK = rows
     given = ExpertInputs(x_RD, weights_RK, *weights, *updates)
     if not torch.is_grad_enabled():  # which the function itself is not told
@@ -146,11 +156,11 @@ def compute_experts(
     # Asked for here: what autograd hands to backward may be another tensor, without its sink.
     sinks = ExpertInputs(None, None, *[None if each is None else sink_of(each) for each in weights])
     if torch._C._current_graph_task_id() == -1:  # not ``is_in_backward``, without its call in every layer
-        return _Experts.apply(_Call(products, sinks, late, keeps_rows), ids_RK, *given)
+        return _Experts.apply(_Call(products, sinks, late, keeps_x), ids_RK, *given)
     # Computed again: that stops at the last tensor which backward needs. Usually it is one of these, and an
     # output that is a node of its own is left out.
     down: list[Callable[[], Tensor]] = []
-    return _Output.apply(_Experts.apply(_Call(products, sinks, late, keeps_rows, down), ids_RK, *given), down)
+    return _Output.apply(_Experts.apply(_Call(products, sinks, late, keeps_x, down), ids_RK, *given), down)
 
 
 class _Call(NamedTuple):
@@ -159,7 +169,7 @@ class _Call(NamedTuple):
     products: ExpertProducts
     sinks: ExpertInputs[GradSink | None]
     late: LateGrads | None
-    keeps_rows: bool
+    keeps_x: bool
     down: list[Callable[[], Tensor]] | None = None
     """Takes the second projection, where :class:`_Output` computes it; a stand-in is returned then."""
 
@@ -171,7 +181,7 @@ class _Experts(torch.autograd.Function):
         activated, kept = call.products.gate_up(given, ids_RK, keep=any(ctx.needs_input_grad))
         ctx.call = call
         ctx.kinds = ExpertInputs, *map(type, kept)
-        saved = given if call.keeps_rows else given._replace(x_RD=given.x_RD.new_empty(0))
+        saved = given if call.keeps_x else given._replace(x_RD=given.x_RD.new_empty(0))
         ctx.save_for_backward(*saved, *itertools.chain(*kept))
         del kept
         if call.down is None:

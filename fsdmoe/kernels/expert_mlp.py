@@ -160,13 +160,14 @@ def experts_mlp_cloned(
     gate_up_E2ND, down_EDN, gate_up_bias, added_bias = joined
     weights = ExpertWeights(weights.gate_up_E2ND, weights.down_EDN, gate_up_bias)
     if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        products = fused.FusedProducts.of(policy, max_rows)
+        products = fused.products_of(policy, max_rows)
     else:
         weights = weights._replace(down_bias=added_bias)
         added_bias = None
     rows = Rows(*(each.contiguous() for each in rows))
     products = ClonedProducts(products, clones, [gate_up_E2ND, down_EDN])
-    y_RD = compute_experts(products, rows, weights, late=policy.late)
+    keeps_x = not policy.keeps_rows
+    y_RD = compute_experts(products, rows, weights, late=policy.late, keeps_x=keeps_x)
     return y_RD if added_bias is None else add_weighted_bias(y_RD, rows, added_bias)
 
 

@@ -1,7 +1,8 @@
 """The experts' products in plain torch: grouped matrix products, on any device and in any dtype.
 
 Backward keeps the input and the pre-activation, ``2·R·D + 4·M·N`` bytes in bf16 for M assignments (the input
-alone under ``ExpertPolicy.recompute``), and next to them only what is small: routing weights and indices. The
+alone under ``ExpertPolicy.recompute``; under ``keeps_rows`` the ``2·M·(D + N)`` of sorted rows and activations
+in place of the input), and next to them only what is small: routing weights and indices. The
 experts' output is not needed: a routing weight's gradient is ``(dy W2) · h`` (plus ``dy · b2``), whether the
 weight multiplies before W2 or after it.
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels.activations import activate, activate_backward
-from fsdmoe.kernels.expert_autograd import Given, Grads, PreActivation, compute_experts
+from fsdmoe.kernels.expert_autograd import Given, Grads, PreActivation, SortedRows, compute_experts
 from fsdmoe.kernels.expert_operands import (
     DEFAULT_POLICY,
     NO_UPDATES,
@@ -47,10 +48,10 @@ def experts_mlp_grouped(
     """``experts_mlp`` in plain torch."""
     products = GroupedProducts(policy, max_rows)
     late = policy.late if updates.gate_up_a is None and updates.down_a is None else None
-    return compute_experts(products, rows, weights, updates, late)
+    return compute_experts(products, rows, weights, updates, late, keeps_x=not policy.keeps_rows)
 
 
-Kept = tuple[PreActivation, RowPermutation]
+Kept = tuple[PreActivation, RowPermutation, SortedRows]
 
 
 class SlotOperands(NamedTuple):
@@ -58,6 +59,8 @@ class SlotOperands(NamedTuple):
     """Gradients of outputs, and activations; given up once they have been used."""
     dz_M2N: Tensor
     x_RD: Tensor
+    x_MD: Tensor | None
+    """Where sorted rows were kept."""
     projections: tuple[Projection, Projection]
     permutation: RowPermutation
 
@@ -73,13 +76,19 @@ class GroupedProducts(NamedTuple):
         num_experts = given.gate_up_E2ND.shape[0]
         permutation = group_assignments(ids_RK, num_experts, max_assignments=self.max_rows)
         gate_up = _projection(given.gate_up_E2ND, given.gate_up_a, given.gate_up_b)
-        z_M2N = _pre_activation(given, gate_up, permutation)
+        x_MD = take_rows(given.x_RD, permutation)
+        z_M2N = _pre_activation(given, x_MD, gate_up, permutation)
+        rows = SortedRows(x_MD if self.policy.keeps_rows else None, None)
+        del x_MD
         weights_M1 = take_assignments(given.weights_RK, permutation).unsqueeze(-1)
         h_MN = activate(_wide(z_M2N), self.policy.activation, self.policy.limit)
         if not self.policy.weight_after:
             h_MN *= weights_M1
-        kept = PreActivation(None if self.policy.recompute else z_M2N), permutation
-        return [h_MN.to(dtype), weights_M1, permutation], kept
+        h_MN = h_MN.to(dtype)
+        if self.policy.keeps_rows:
+            rows = rows._replace(act_MN=h_MN)
+        kept = PreActivation(None if self.policy.recompute else z_M2N), permutation, rows
+        return [h_MN, weights_M1, permutation], kept
 
     def down(self, given: Given, activated: list[Any]) -> Tensor:
         h_MN, weights_M1, permutation = activated
@@ -95,7 +104,7 @@ class GroupedProducts(NamedTuple):
     def down_dgrad(
         self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads
     ) -> tuple[SlotOperands, tuple[Tensor, Projection, RowPermutation]]:
-        (z_M2N,), permutation = kept
+        (z_M2N,), permutation, rows = kept
         kept.clear()
         dtype = given.x_RD.dtype
         ends_E = permutation.ends_G
@@ -105,7 +114,7 @@ class GroupedProducts(NamedTuple):
         dh_MN = _wide(down.dgrad(dy_MD, ends_E))  # unweighted, under either policy
         gate_up = _projection(given.gate_up_E2ND, given.gate_up_a, given.gate_up_b)
         if z_M2N is None:
-            z_M2N = _pre_activation(given, gate_up, permutation)
+            z_M2N = _pre_activation(given, take_rows(given.x_RD, permutation), gate_up, permutation)
         z_wide = _wide(z_M2N)
         del z_M2N
         h_MN = activate(z_wide, self.policy.activation, self.policy.limit)
@@ -124,10 +133,10 @@ class GroupedProducts(NamedTuple):
         if any((grads.down_EDN, grads.down_a, grads.down_b)):
             if self.policy.weight_after:
                 dy_MD = (dy_MD * weights_M1).to(dy_MD.dtype)
-            else:
+            elif rows.act_MN is None:
                 h_MN *= weights_M1
-            h_MN = h_MN.to(dy_MD.dtype)
-        operands = SlotOperands([dy_MD, h_MN], dz_M2N, given.x_RD, (gate_up, down), permutation)
+            h_MN = h_MN.to(dy_MD.dtype) if rows.act_MN is None else rows.act_MN
+        operands = SlotOperands([dy_MD, h_MN], dz_M2N, given.x_RD, rows.x_MD, (gate_up, down), permutation)
         return operands, (dz_M2N, gate_up, permutation)
 
     def wgrad(self, operands: SlotOperands, grads: Grads) -> None:
@@ -139,7 +148,9 @@ class GroupedProducts(NamedTuple):
         del dy_MD, h_MN  # before the rows of x are laid out again
         wanted = grads.gate_up_E2ND, grads.gate_up_a, grads.gate_up_b
         if any(wanted):
-            x_MD = take_rows(operands.x_RD, operands.permutation)
+            x_MD = operands.x_MD
+            if x_MD is None:
+                x_MD = take_rows(operands.x_RD, operands.permutation)
             gate_up.wgrad(operands.dz_M2N, x_MD, ends_E, *wanted)
 
     def gate_up_dgrad(
@@ -157,8 +168,8 @@ def _projection(weight: Tensor, a: Tensor | None, b: Tensor | None) -> Projectio
     return Projection(weight) if a is None or b is None else LowRank(weight, a, b)
 
 
-def _pre_activation(given: Given, gate_up: Projection, permutation: RowPermutation) -> Tensor:
-    z_M2N = gate_up.forward(take_rows(given.x_RD, permutation), permutation.ends_G)
+def _pre_activation(given: Given, x_MD: Tensor, gate_up: Projection, permutation: RowPermutation) -> Tensor:
+    z_M2N = gate_up.forward(x_MD, permutation.ends_G)
     if given.gate_up_bias is not None:
         z_M2N += given.gate_up_bias.index_select(0, permutation.groups_M())
     return z_M2N

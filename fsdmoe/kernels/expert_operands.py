@@ -94,6 +94,9 @@ class ExpertPolicy(NamedTuple):
     """With a recipe: another engine's, chosen by ``precision.backend``."""
     keeps_codes: bool = False
     """With ``fp8_blockwise`` and its kernels: codes for backward, instead of values."""
+    keeps_rows: bool = False
+    """In the precision of the weights: sorted rows and activations for backward, instead of making them
+    again."""
     has_own_rows: bool = False
     """Rows are no tensor that somebody else keeps for backward anyway: they came from other ranks."""
 

@@ -19,7 +19,7 @@ Activation = Literal[
     "expert_input", "expert_pre_activation",
 ]  # fmt: skip
 
-Kept = Literal["values", "codes"]
+Kept = Literal["values", "codes", "rows"]
 
 _RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
@@ -29,9 +29,11 @@ class MemoryConfig:
     """What a step keeps from forward to backward, and where."""
 
     keep: Kept = "values"
-    """With precision.recipe = "fp8_blockwise" and its kernels: as what its layers keep inputs and experts'
-    pre-activations for backward. values: in param_dtype. codes: in fp8 with a scale for each 128 elements,
-    half the memory; inputs that another operation keeps anyway stay values (docs/memory.md)."""
+    """What layers keep for backward (docs/memory.md). values: inputs and experts' pre-activations, in
+    param_dtype. codes: with precision.recipe = "fp8_blockwise" and its kernels, the same in fp8 with a scale
+    for each 128 elements, half the memory; inputs that another operation keeps anyway stay values. rows: in
+    addition each expert's rows and activations, which backward else lays out and computes again: faster, for
+    (hidden size + expert width) elements of each chosen expert of a token."""
     recompute: tuple[PartOrAuto, ...] = ()
     """Parts of a layer whose results backward computes again instead of keeping them: norms (with rotary
     positions), activation (built into routed experts in any case), mla_up, attention_projections, router,

@@ -65,6 +65,8 @@ class LayerView:
     is_fused: bool = True
     coded: frozenset[str] = frozenset()
     """Parts (``precision.covers``) whose layers keep codes."""
+    keeps_rows: bool = False
+    """Experts keep their sorted rows and activations."""
 
     def kept_size(self, part: str) -> float:
         """Bytes of an element that only layers of this part keep."""
@@ -243,11 +245,17 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
         ),
         KeptTensor("places of rows", (rows + view.etp) * chosen * INT32, (), padding * INT32 + local * INT32),
     ]
-    if crosses:
+    if view.keeps_rows:
+        inner = model.moe_intermediate_size // view.etp
+        for name, columns in (("sorted rows", width), ("activations of experts", inner)):
+            nbytes = share * view.etp * chosen * columns * size
+            found.append(KeptTensor(name, nbytes, (), padding * columns * size))
+    elif crosses:
         received = rows * width * view.kept_size("experts")
         found.append(KeptTensor("rows received", received, activation="expert_input"))
     if model.moe_latent_size:
-        found.append(KeptTensor("narrow rows", (1 if crosses else 2) * width * size))
+        times = 1 if crosses or view.keeps_rows else 2
+        found.append(KeptTensor("narrow rows", times * width * size))
     shared = model.n_shared_experts * model.moe_intermediate_size
     if shared:
         found += _gated_mlp("shared experts", shared, view, "shared")

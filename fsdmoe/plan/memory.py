@@ -97,6 +97,7 @@ def layer_view(job: Job, setting: Setting) -> LayerView:
         skew=job.loads.skew(degrees.ep).memory,
         is_fused=not job.has_plain_layers,
         coded=_coded_parts(setting),
+        keeps_rows=setting.memory.keep == "rows",
     )
 
 
@@ -105,7 +106,7 @@ def _coded_parts(setting: Setting) -> frozenset[str]:
     values, which is more than there will be."""
     precision = setting.precision
     kept = precision.keep_first_layers or precision.keep_last_layers or precision.keep
-    if setting.memory.keep == "values" or kept:
+    if setting.memory.keep != "codes" or kept:
         return frozenset()
     return frozenset(precision.covers)
 

@@ -91,6 +91,15 @@ def test_grouped_equals_the_loop(activation: str, biases: bool, weight_after: bo
 
 
 @pytest.mark.parametrize("weight_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("ids", ["partial", "none"])
+def test_grouped_with_kept_rows_equals_the_loop(biases: bool, weight_after: bool, ids: str) -> None:
+    case = make_case(biases=biases, ids=ids, dtype=torch.float64)
+    got = case.run(experts_mlp, weight_after=weight_after, keeps_rows=True)
+    assert_same(got, case.run(experts_mlp_reference, weight_after=weight_after), 1e-6)
+
+
+@pytest.mark.parametrize("weight_after", [False, True], ids=["before", "after"])
 def test_bf16_is_within_its_rounding_of_fp64(weight_after: bool) -> None:
     case = make_case(num_rows=64, dim=32, width=16, biases=True, dtype=torch.bfloat16)
     exact = Case(
@@ -204,21 +213,27 @@ def test_frozen_weights_cost_no_gradient() -> None:
     assert case.gate_up.grad is None
 
 
+@pytest.mark.parametrize("keeps_rows", [False, True])
 @pytest.mark.parametrize("weight_after", [False, True], ids=["before", "after"])
-def test_kept_for_backward_are_the_input_the_pre_activation_and_indices(weight_after: bool) -> None:
+def test_kept_for_backward_are_the_input_the_pre_activation_and_indices(
+    weight_after: bool, keeps_rows: bool
+) -> None:
+    """Or in place of the input the sorted rows and the activations."""
     num_rows, num_ids, num_experts, dim, width = 96, 4, 8, 64, 32
     case = make_case(num_rows, num_ids, num_experts, dim=dim, width=width, dtype=torch.bfloat16, ids="full")
     parameters = {case.gate_up.data_ptr(), case.down.data_ptr()}
     kept: list[Tensor] = []
     leaves = [leaf.requires_grad_() for leaf in case.leaves]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        rows, policy = Rows(leaves[0], leaves[1], case.ids), ExpertPolicy(weight_after=weight_after)
+        rows = Rows(leaves[0], leaves[1], case.ids)
+        policy = ExpertPolicy(weight_after=weight_after, keeps_rows=keeps_rows)
         experts_mlp(rows, ExpertWeights(leaves[2], leaves[3]), policy)
     kept = [tensor for tensor in kept if tensor.data_ptr() not in parameters]
     rows = [tensor for tensor in kept if tensor.dtype == torch.bfloat16]
     small = [tensor for tensor in kept if tensor.dtype != torch.bfloat16]
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in rows)
-    formula = 2 * num_rows * dim + 4 * num_rows * num_ids * width
+    rows_kept = num_rows * num_ids * (dim + width) if keeps_rows else num_rows * dim
+    formula = 2 * rows_kept + 4 * num_rows * num_ids * width
     index_bytes = sum(tensor.numel() * tensor.element_size() for tensor in small)
     print(f"kept: {num_bytes} bytes, 2·R·D + 4·R·K·N = {formula}; weights and indices {index_bytes}")
     assert num_bytes == formula

@@ -8,8 +8,9 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.kernels import rms_norm
-from fsdmoe.memory.config import MemoryConfig, Part
+from fsdmoe.memory.config import Kept, MemoryConfig, Part
 from fsdmoe.memory.layers import keep_less
 from fsdmoe.models import Decoder, ModelConfig, preset_config
 from fsdmoe.models.attention import SplitRows
@@ -26,6 +27,8 @@ KEEP_ALL = MemoryConfig()
 def counted_bytes(config: ModelConfig, shape: tuple[int, int], memory: MemoryConfig = KEEP_ALL) -> int:
     """Of all storages that autograd keeps in one forward, each once."""
     model = Decoder(config, ExpertsConfig(compute="grouped"))
+    for experts in [module for module in model.modules() if isinstance(module, GroupedExperts)]:
+        experts.policy = experts.policy._replace(keeps_rows=memory.keep == "rows")
     for tensor in (*model.parameters(), *model.buffers()):
         nn.init.normal_(tensor, std=0.02)
     layers = [*model.model.layers, *model.model.mtp_layers]
@@ -42,6 +45,7 @@ def counted_bytes(config: ModelConfig, shape: tuple[int, int], memory: MemoryCon
     return saved_activations(lambda: model(tokens, **given), model)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("keep", ["values", "rows"])
 @pytest.mark.parametrize("shape", [(2, 64), (1, 24)])
 @pytest.mark.parametrize(
     ("preset", "changes"),
@@ -54,14 +58,14 @@ def counted_bytes(config: ModelConfig, shape: tuple[int, int], memory: MemoryCon
     ],
 )
 def test_planned_bytes_equal_what_autograd_keeps(
-    preset: str, changes: dict[str, object], shape: tuple[int, int]
+    preset: str, changes: dict[str, object], shape: tuple[int, int], keep: Kept
 ) -> None:
-    config = preset_config(preset, **changes)
-    view, tokens = LayerView(itemsize=4, is_fused=False), shape[0] * shape[1]
+    config, tokens = preset_config(preset, **changes), shape[0] * shape[1]
+    view = LayerView(itemsize=4, is_fused=False, keeps_rows=keep == "rows")
     planned = kept_bytes(root_tensors(config, view), tokens, NOTHING)
     for kind, count in layer_counts(config).items():
         planned += count * kept_bytes(layer_tensors(config, kind, view), tokens, NOTHING)
-    assert planned == counted_bytes(config, shape)
+    assert planned == counted_bytes(config, shape, MemoryConfig(keep=keep))
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class BlockwiseProducts(NamedTuple):
     down_scales: WeightScales | None
     keeps_codes: bool = False
     """Of the pre-activation."""
-    keeps_rows: bool = True
+    keeps_x: bool = True
     """x itself, not its codes."""
 
     def gate_up(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[list[Any], Kept | tuple[()]]:
@@ -133,7 +133,7 @@ class BlockwiseProducts(NamedTuple):
         power_of_two = self.power_of_two
         row_map = build_row_map(ids_RK, given.down_EDN.shape[0], align=BLOCK, max_rows=self.max_rows)
         gate_up = self._forward_codes(given.gate_up_E2ND, self.gate_up_scales)
-        own = None if self.keeps_rows or not keep else empty_codes(len(x_RD), x_RD.shape[1], x_RD.device)
+        own = None if self.keeps_x or not keep else empty_codes(len(x_RD), x_RD.shape[1], x_RD.device)
         x = quantize_rows(x_RD, row_map, power_of_two=power_of_two, kept=own)
         kept_as: gemm.KeptAs = "nothing" if not keep else "codes" if self.keeps_codes else "values"
         pre, act = gemm.gate_up(
@@ -237,7 +237,7 @@ def experts_mlp_fp8(
             raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
     assert policy.recipe is not None
     power_of_two = blockwise_scale(policy.recipe) == "power_of_two"
-    keeps_rows = not (policy.keeps_codes and policy.has_own_rows)
+    keeps_x = not (policy.keeps_codes and policy.has_own_rows)
     rows = Rows(*(each.contiguous() for each in rows))
-    products = BlockwiseProducts(power_of_two, max_rows, *scales, policy.keeps_codes, keeps_rows)
-    return compute_experts(products, rows, ExpertWeights(gate_up_E2ND, down_EDN), keeps_rows=keeps_rows)
+    products = BlockwiseProducts(power_of_two, max_rows, *scales, policy.keeps_codes, keeps_x)
+    return compute_experts(products, rows, ExpertWeights(gate_up_E2ND, down_EDN), keeps_x=keeps_x)

@@ -43,5 +43,11 @@ from fsdmoe.kernels.triton.row_map import build_group_map
 from fsdmoe.kernels.triton.scale import scale_
 from fsdmoe.kernels.triton.segment_sum import add_rows_by_id_triton
 from fsdmoe.kernels.triton.send_order_kernel import order_rows_triton
-from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts, experts_mlp_triton, supports, supports_shape
+from fsdmoe.kernels.triton.swiglu_mlp import (
+    FusedProducts,
+    experts_mlp_triton,
+    products_of,
+    supports,
+    supports_shape,
+)
 from fsdmoe.kernels.triton.symmetric_product import supports_symmetric, symmetric_product_triton

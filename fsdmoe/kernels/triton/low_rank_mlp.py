@@ -178,7 +178,7 @@ def factor_gradients(operands: LowRankOperands, grads: Grads, spare_sms: int = 0
     """Of all factors that want one."""
     wide, narrow, dy_MQ, dpre_MQ = operands
     dy, act_MN = wide.down
-    rows = GatheredRows(wide.x_RD) if len(wide.x_RD) else permute_rows(wide.x_RD, wide.row_map)
+    rows = GatheredRows(wide.x) if len(wide.x) else permute_rows(wide.x, wide.row_map)
     for left_MA, right_MB, gradient in (
         (dy_MQ, act_MN, grads.down_a),
         (dy, narrow.act_MQ, grads.down_b),

@@ -3,9 +3,9 @@
     act = p · φ(gate) · linear(up)        φ and linear: by the activation's name (``kernels/activations.py``)
 
     reads   gate, up (bf16), the gradient of act
-    writes  the gradient of the pre-activation [M, 2N] (gate columns first: the layout of the weight), act
-            itself over its gradient (for the second projection's weight gradient), the gradient of p of
-            every assignment
+    writes  the gradient of the pre-activation [M, 2N] (gate columns first: the layout of the weight), the
+            gradient of p of every assignment, and unless it was kept act itself over its gradient (for the
+            second projection's weight gradient)
 
 One pass; the sum over columns that the weight's gradient needs stays in registers.
 """
@@ -98,6 +98,7 @@ def _swiglu_backward_kernel(
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
+    STORE_ACT: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
     if first < tl.load(offsets_ptr + num_experts):
@@ -120,7 +121,8 @@ def _swiglu_backward_kernel(
             at_pair = rows[:, None] * (2 * n) + columns[None, :]
             tl.store(dpre_ptr + at_pair, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
             tl.store(dpre_ptr + at_pair + n, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
-            tl.store(dact_ptr + at, act.to(dact_ptr.dtype.element_ty), mask=inside)
+            if STORE_ACT:
+                tl.store(dact_ptr + at, act.to(dact_ptr.dtype.element_ty), mask=inside)
         tl.store(dweights_ptr + source, tl.sum(dweight, 1), mask=is_row)
 
 
@@ -133,9 +135,10 @@ def swiglu_backward_(
     *,
     activation: str = "swiglu",
     limit: float = GPT_OSS_LIMIT,
+    wants_act: bool = True,
 ) -> torch.Tensor:
-    """The gradient of the pre-activation, ``[M, 2N]``; ``dact_MN`` becomes the activation, ``dweights_RK``
-    (fp32) the gradient of the weights.
+    """The gradient of the pre-activation, ``[M, 2N]``; ``dact_MN`` becomes the activation if ``wants_act``,
+    ``dweights_RK`` (fp32) the gradient of the weights.
 
     Assignments to experts that are not computed here have no row that would write their ``d weights``: they
     must be zero there already."""
@@ -158,6 +161,7 @@ def swiglu_backward_(
         COLUMNS=1024 // rows,
         ACTIVATION=activation,
         LIMIT=limit,
+        STORE_ACT=wants_act,
         num_warps=4,
     )
     return dpre_M2N

@@ -9,7 +9,7 @@ Any gated activation takes SwiGLU's place on request, and gate_up may have a bia
 projection is a narrow product of its own (``expert_mlp.py``): it needs no activation.
 
 An id of -1 contributes nothing. Only x, the router weights, the pre-activation (unless it is recomputed) and
-the row map are kept for backward. Weight gradients go straight to a parameter's gradient sink where it has
+the row map are kept for backward; on request, in place of x, the permuted rows and the activation. Weight gradients go straight to a parameter's gradient sink where it has
 one. Nothing here waits for the device, so a CUDA graph can capture it.
 
 Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
@@ -25,7 +25,14 @@ import torch
 
 from fsdmoe.kernels.activations import ACTIVATIONS as EXPERT_ACTIVATIONS
 from fsdmoe.kernels.activations import GPT_OSS_LIMIT
-from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, PreActivation, compute_experts
+from fsdmoe.kernels.expert_autograd import (
+    Given,
+    Gradient,
+    Grads,
+    PreActivation,
+    SortedRows,
+    compute_experts,
+)
 from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, LowRankTerm, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
@@ -78,7 +85,8 @@ class WeightOperands(NamedTuple):
     """Gradients of outputs (sorted, or ``GatheredRows`` where only factors have gradients), and activations;
     given up once they have been used."""
     dpre_M2N: torch.Tensor
-    x_RD: torch.Tensor
+    x: torch.Tensor
+    """``[R, D]``; ``[M, D]`` where sorted rows were kept."""
     row_map: RowMap
 
 
@@ -146,8 +154,7 @@ class FusedProducts:
             self._weight_grad(dy_MD, act_MN, row_map, grads.down_EDN)
         del dy_MD, act_MN  # before the rows of x are laid out again
         if grads.gate_up_E2ND is not None:
-            x_MD = permute_rows(operands.x_RD, row_map)
-            self._weight_grad(operands.dpre_M2N, x_MD, row_map, grads.gate_up_E2ND)
+            self._weight_grad(operands.dpre_M2N, self._sorted_x(operands), row_map, grads.gate_up_E2ND)
 
     def gate_up_dgrad(self, operands: Back, given: Given, grads: Grads) -> None:
         dpre_M2N, term, row_map = operands
@@ -159,6 +166,9 @@ class FusedProducts:
             grads.x_RD.put(combine_rows(dx_MD, row_map))
 
     # The products themselves
+
+    def _sorted_x(self, operands: WeightOperands) -> torch.Tensor:
+        return permute_rows(operands.x, operands.row_map)
 
     def _gate_up(
         self, given: Given, row_map: RowMap, tiles: LayerTiles, *, keep: bool
@@ -204,6 +214,51 @@ class FusedProducts:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SortedProducts(FusedProducts):
+    """The same with sorted rows and activations kept: forward lays rows out once and multiplies by the copy,
+    and gradients of weights take what it left. Backward spares two passes over ``[M, D]`` and one over
+    ``[M, N]``, and is given no x."""
+
+    def gate_up(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[list[Any], Any]:
+        if not keep:
+            return super().gate_up(given, ids_RK, keep=False)
+        tiles = layer_tiles(ids_RK, given.down_EDN, self.spare_sms)
+        row_map = build_row_map(ids_RK, len(given.down_EDN), align=tiles.align, max_rows=self.max_rows)
+        x_MD = permute_rows(given.x_RD, row_map)
+        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
+        pre_2MN, act_MN = gate_up(
+            x_MD, given.weights_RK, first, row_map, gathered=False, store_pre=True, tile=tiles.gate_up
+        )
+        return [act_MN, None, row_map, tiles], (PreActivation(pre_2MN), row_map, SortedRows(x_MD, act_MN))
+
+    def down_dgrad(
+        self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads
+    ) -> tuple[Any, Back]:
+        (pre_2MN,), row_map, (x_MD, act_MN) = kept
+        kept.clear()
+        weights_RK = given.weights_RK
+        tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
+        dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
+        dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
+        dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles)
+        dpre_M2N = swiglu_backward_(
+            pre_2MN, dact_MN, weights_RK, row_map, dweights_RK,
+            activation=self.activation, limit=self.limit, wants_act=False,
+        )  # fmt: skip
+        if grads.weights_RK is not None:
+            grads.weights_RK.put(dweights_RK)
+        return WeightOperands([dy_MD, act_MN], dpre_M2N, x_MD, row_map), (dpre_M2N, None, row_map)
+
+    def _sorted_x(self, operands: WeightOperands) -> torch.Tensor:
+        return operands.x
+
+
+def products_of(policy: ExpertPolicy, max_rows: int | None) -> FusedProducts:
+    """Of experts without updates."""
+    return (SortedProducts if policy.keeps_rows else FusedProducts).of(policy, max_rows)
+
+
 def experts_mlp_triton(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
@@ -224,6 +279,7 @@ def experts_mlp_triton(
     """
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-    products = FusedProducts.of(policy, max_rows)
+    rows = Rows(x_RD, weights_RK, ids_RK)
     weights = ExpertWeights(gate_up_E2ND, down_EDN, gate_up_bias)
-    return compute_experts(products, Rows(x_RD, weights_RK, ids_RK), weights, late=policy.late)
+    products = products_of(policy, max_rows)
+    return compute_experts(products, rows, weights, late=policy.late, keeps_x=not policy.keeps_rows)

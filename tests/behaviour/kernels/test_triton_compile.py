@@ -54,7 +54,7 @@ class Sink:
 
 
 def run_layer(
-    num_rows: int, n: int, *, sinks: bool = False, biased: bool = False, activation: str = "swiglu"
+    num_rows: int, n: int, *, sinks: bool = False, biased: bool = False, policy: ExpertPolicy = DEFAULT_POLICY
 ) -> None:
     """Forward and backward of a layer of 2 experts over 128 columns, 2 choices a row."""
     x = torch.zeros(num_rows, 128, dtype=torch.bfloat16, requires_grad=True)
@@ -65,7 +65,7 @@ def run_layer(
     if sinks:
         gate_up.grad_sink, down.grad_sink = Sink(gate_up), Sink(down)  # type: ignore[assignment]
     bias = torch.zeros(2, 2 * n, dtype=torch.bfloat16, requires_grad=True) if biased else None
-    policy = ExpertPolicy("gpt_oss" if biased else activation)
+    policy = ExpertPolicy("gpt_oss") if biased else policy
     y = experts_mlp_triton(x, weights, ids, gate_up, down, policy=policy, gate_up_bias=bias)
     y.sum().backward()
 
@@ -111,6 +111,13 @@ def test_the_layer_builds(architecture: int) -> None:
     check(compiled, *LAYER)
 
 
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_a_layer_that_keeps_sorted_rows_builds(architecture: int) -> None:
+    with compiling(architecture) as compiled:
+        run_layer(512, 64, policy=ExpertPolicy(keeps_rows=True))
+    check(compiled, *LAYER)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [8, 32, 64, 128])
 @pytest.mark.parametrize("num_rows", [16, 512])
@@ -132,7 +139,7 @@ def test_a_layer_of_clamped_experts_with_biases_builds(architecture: int) -> Non
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_layer_with_any_gated_activation_builds_for_hopper(activation: str) -> None:
     with compiling(90) as compiled:
-        run_layer(512, 64, activation=activation)
+        run_layer(512, 64, policy=ExpertPolicy(activation))
     check(compiled, *LAYER)
 
 

@@ -95,6 +95,43 @@ def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: py
     assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_that_keeps_sorted_rows_equals_the_definition_in_fp64(biased: bool) -> None:
+    x, weights, ids, gate_up, down = draw()
+    bias = [torch.linspace(-1, 1, gate_up[..., 0].numel()).view(gate_up.shape[:2])] if biased else []
+    policy = ExpertPolicy(keeps_rows=True)
+
+    def fused(leaves: list[torch.Tensor]) -> torch.Tensor:
+        x, weights, gate_up, down, *bias = leaves
+        options = {"gate_up_bias": bias[0]} if bias else {}
+        return experts_mlp_triton(x, weights, ids, gate_up, down, policy=policy, **options)
+
+    def defined(leaves: list[torch.Tensor]) -> torch.Tensor:
+        return experts_mlp_reference(Rows(leaves[0], leaves[1], ids), ExpertWeights(*leaves[2:]))
+
+    found, wanted = (
+        _with_gradients(function, [t.to(dtype).requires_grad_() for t in (x, weights, gate_up, down, *bias)])
+        for function, dtype in ((fused, torch.float32), (defined, torch.float64))
+    )
+    for index, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
+        error = (ours.double() - exact).norm() / exact.norm()
+        assert error < 2e-6, f"number {index} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("num_columns", [40, 136, 384, 1024])
+def test_rows_of_any_width_are_permuted_and_their_padding_is_zero(num_columns: int) -> None:
+    """Widths of one block and of several, of whole blocks and of a part of one."""
+    x_RD, _, ids_RK, *_ = draw(num_rows=21, d=num_columns)
+    cleared_RK = torch.ones(ids_RK.shape)
+    row_map = build_row_map(ids_RK, 3, align=16)
+    out_MD = permute_rows(x_RD, row_map, clear_RK=cleared_RK)
+    end = int(row_map.offsets[3])
+    source_M = row_map.source_M[:end].long()
+    expected_MD = torch.where((source_M >= 0)[:, None], x_RD[source_M.clamp(min=0) // 2], 0.0)
+    assert torch.equal(out_MD[:end], expected_MD)
+    assert torch.equal(cleared_RK, (row_map.position_RK >= 0).float())
+
+
 @pytest.mark.parametrize("activation", swiglu_mlp.ACTIVATIONS)
 def test_a_layer_with_any_gated_activation_equals_the_definition_in_fp64(activation: str) -> None:
     """With a limit that many gates and ups are beyond."""
