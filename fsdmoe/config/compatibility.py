@@ -174,7 +174,6 @@ KEPT_CODES_ROWS = (
 )
 
 KEPT_ROWS_ROWS = (
-    Row(on.KEPT_ROWS, on.RECOMPUTED_PRODUCTS, CANNOT, "one keeps what the other makes again"),
     Row(on.KEPT_ROWS, on.OFFLOAD, CANNOT, "rows are laid out again in less time than the host sends them"),
     Row(on.KEPT_ROWS, on.SEQUENTIAL, CANNOT, "experts that are computed one after the other keep their rows"),
     Row(
@@ -258,7 +257,8 @@ EXACT = (
     EXPERT_PARALLELISM, on.EXPERT_TENSOR_PARALLELISM, on.TENSOR_PARALLELISM, on.CONTEXT_PARALLELISM,
     on.EXCHANGED_HEADS, on.REPLICAS, on.CHUNKS, on.SUB_BATCHES, on.CLONES, on.FLEX, on.SEQUENTIAL, on.RECORD,
     on.RECOMPUTED_LAYERS, on.RECOMPUTED_ATTENTION, on.RECOMPUTED_EXPERTS, on.ZERO_1, on.ZERO_2,
-    on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD, on.KEPT_ROWS,
+    on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD,
+    on.KEPT_ROWS,
 )  # fmt: skip
 """Features that change no number of a run, and do something on a CPU. Two of them that no row refuses are
 right together: ``tests/behaviour/test_compatibility.py`` trains them."""
@@ -273,8 +273,8 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 REFUSED: tuple[Row, ...] = (
     *GRAPH_ROWS, *SUB_BATCH_ROWS, *CLONE_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS,
-    *KEPT_CODES_ROWS, *KEPT_ROWS_ROWS, *HEAD_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE, *OTHER_ROWS,
-    *DETERMINISTIC_ROWS,
+    *KEPT_CODES_ROWS, *KEPT_ROWS_ROWS, *HEAD_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE,
+    *OTHER_ROWS, *DETERMINISTIC_ROWS,
 )  # fmt: skip
 _WITH_MUON = tuple(
     Row(MUON, other, RIGHT, "tests/behaviour/optim/test_muon_pairs.py")

@@ -177,7 +177,6 @@ RECOMPUTED_EXPERTS = _recomputes(
     "one of experts, router, shared_experts",
     tuple(part for part in get_args(Part) if part not in _OF_ATTENTION),
 )
-RECOMPUTED_PRODUCTS = _recomputes("recomputed products of experts", '["experts"]', ("experts",))
 DEBUG = switch("checked buffers", "fsdp.debug")
 ZERO_2 = choice("gradients and states sharded (ZeRO-2)", "fsdp.shard", "grads", "params")
 ZERO_1 = choice("states sharded (ZeRO-1)", "fsdp.shard", "optimizer", "params")

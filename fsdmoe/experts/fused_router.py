@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.scores import Scored
@@ -22,6 +24,8 @@ class FusedRouting(NamedTuple):
     ids_TK: Tensor
     scored: Scored
     load_SE: Tensor
+    sums: Tensor
+    """What balance terms are made of: see :mod:`fsdmoe.kernels.triton.balance_kernel`."""
 
 
 def route_fused(
@@ -40,7 +44,26 @@ def route_fused(
     routed = fused.router_topk_triton(
         logits_TE, correction_bias_E, spec, num_segments=num_sequences, token_mask_T=context.token_mask_T
     )
-    return FusedRouting(routed.ids, Scored(routed.weights, routed.prob_sum, routed.z_sum), routed.load)
+    scored = Scored(routed.weights, routed.prob_sum, routed.z_sum)
+    return FusedRouting(routed.ids, scored, routed.load, routed.sums)
+
+
+def balance_fused(
+    sums: Tensor, config: BalanceConfig, context: RoutingContext
+) -> tuple[Tensor, Tensor] | None:
+    """The loss of :func:`fsdmoe.experts.balance.balance_loss` and ``load_E`` in one kernel. None where a term
+    counts choices of other ranks, micro-batches or devices, or there is none."""
+    group = context.sequence_group
+    counts_others = config.global_batch or config.device or (group is not None and group.size() > 1)
+    if counts_others or not (config.sequence or config.micro_batch or config.z_loss):
+        return None
+    number = context.num_global_tokens
+    assert number is not None
+    if isinstance(number, Tensor):
+        number = number.to(device=sums.device, dtype=torch.float32)
+    fused = triton_for(sums)
+    factors = fused.BalanceFactors(float(config.sequence), float(config.micro_batch), float(config.z_loss))
+    return fused.balance_triton(sums, number if isinstance(number, Tensor) else float(number), factors)
 
 
 def can_route_fused(x: Tensor, spec: RouterSpec) -> bool:

@@ -25,7 +25,7 @@ from fsdmoe.experts.capacity import even_share, pad_to_capacity, within_capacity
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.expert_choice import select_by_experts
-from fsdmoe.experts.fused_router import FusedRouting, route_fused
+from fsdmoe.experts.fused_router import FusedRouting, balance_fused, route_fused
 from fsdmoe.experts.replay import Decision
 from fsdmoe.experts.round_robin import select_round_robin
 from fsdmoe.experts.router_spec import RouterSpec
@@ -60,7 +60,7 @@ class RoutingRules:
         if triton_for(logits_TE) is not None:
             fused = self._fused(logits_TE, correction_bias_E, context, num_sequences)
         if fused is not None:
-            ids_TK, scored, load_SE = fused
+            ids_TK, scored, load_SE, _ = fused
         else:
             ids_TK, scored, recorded = self._scored(logits_TE, correction_bias_E, context, num_sequences)
             load_SE = count_choices(
@@ -71,12 +71,20 @@ class RoutingRules:
             weights_TK = recorded.weights_TK + (weights_TK - weights_TK.detach())  # the difference is zero
         if context.num_global_tokens is None:
             context = _with_own_count(context, x_TD)
-        loss = balance_loss(load_SE, scored.prob_sum_SE, scored.z_sum, self.config.balance, context)
+        balance = self.config.balance
+        balanced = None if fused is None else balance_fused(fused.sums, balance, context)
+        if balanced is None:
+            loss = balance_loss(load_SE, scored.prob_sum_SE, scored.z_sum, balance, context)
+            load_E = load_SE[0] if num_sequences == 1 else load_SE.sum(0)
+        else:
+            loss, load_E = balanced
+        # Of several sequences, the sum over all is for a term over all layers alone.
+        prob_sum_E = scored.prob_sum_SE[0]
+        if num_sequences > 1 and (balance.transformers or balanced is None):
+            prob_sum_E = scored.prob_sum_SE.sum(0)
         if self.config.capacity is not None or context.replay is not None:
             ids_TK, weights_TK = self._limited(ids_TK, weights_TK, context, recorded)
-        if num_sequences == 1:
-            return Routing(weights_TK, ids_TK, load_SE[0], loss, scored.prob_sum_SE[0], x_TD)
-        return Routing(weights_TK, ids_TK, load_SE.sum(0), loss, scored.prob_sum_SE.sum(0), x_TD)
+        return Routing(weights_TK, ids_TK, load_E, loss, prob_sum_E, x_TD)
 
     def _fused(
         self, logits_TE: Tensor, bias_E: Tensor | None, context: RoutingContext, num_sequences: int

@@ -1,9 +1,9 @@
 """The experts' products in plain torch: grouped matrix products, on any device and in any dtype.
 
 Backward keeps the input and the pre-activation, ``2·R·D + 4·M·N`` bytes in bf16 for M assignments (the input
-alone under ``ExpertPolicy.recompute``; under ``keeps_rows`` the ``2·M·(D + N)`` of sorted rows and activations
-in place of the input), and next to them only what is small: routing weights and indices. The
-experts' output is not needed: a routing weight's gradient is ``(dy W2) · h`` (plus ``dy · b2``), whether the
+alone under ``ExpertPolicy.recompute``; under ``keeps_rows`` sorted rows and activations in place of the
+input, ``2·M·(D + N)``), and next to them only what is small: routing weights and indices. The experts' output
+is not needed: a routing weight's gradient is ``(dy W2) · h`` (plus ``dy · b2``), whether the
 weight multiplies before W2 or after it.
 
 Sizes: R rows, K assignments a row, M slots (see ``permute``), E experts here, D hidden, N expert width.
@@ -114,7 +114,9 @@ class GroupedProducts(NamedTuple):
         dh_MN = _wide(down.dgrad(dy_MD, ends_E))  # unweighted, under either policy
         gate_up = _projection(given.gate_up_E2ND, given.gate_up_a, given.gate_up_b)
         if z_M2N is None:
-            z_M2N = _pre_activation(given, take_rows(given.x_RD, permutation), gate_up, permutation)
+            x_MD = take_rows(given.x_RD, permutation) if rows.x_MD is None else rows.x_MD
+            z_M2N = _pre_activation(given, x_MD, gate_up, permutation)
+            del x_MD
         z_wide = _wide(z_M2N)
         del z_M2N
         h_MN = activate(z_wide, self.policy.activation, self.policy.limit)

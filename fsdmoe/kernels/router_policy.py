@@ -61,3 +61,5 @@ class RouterTopK(NamedTuple):
     """fp32, differentiable: probabilities summed over the counted tokens of each segment."""
     z_sum: torch.Tensor
     """fp32, differentiable: the squared log-sum-exp of the logits, summed over the counted tokens."""
+    sums: torch.Tensor | None = None
+    """The last three as they come from the kernel, ``[S, 2E + 1]``."""

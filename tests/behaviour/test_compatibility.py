@@ -62,6 +62,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     on.DEBUG: {"fsdp.debug": "true"},
     on.OFFLOAD: {"memory.offload": '["qkv"]'},
     STATE_OFFLOAD: {"optim.state_offload": 0.5},
+    on.KEPT_ROWS: {"memory.keep": "rows"},
     # Planned or refused, not trained: they need a GPU to do anything, or change numbers.
     CPU_OFFLOAD: {"fsdp.cpu_offload": "true"},
     on.PLAIN_TORCH: {"train.kernels": "torch"},

@@ -95,8 +95,10 @@ def test_grouped_equals_the_loop(activation: str, biases: bool, weight_after: bo
 @pytest.mark.parametrize("ids", ["partial", "none"])
 def test_grouped_with_kept_rows_equals_the_loop(biases: bool, weight_after: bool, ids: str) -> None:
     case = make_case(biases=biases, ids=ids, dtype=torch.float64)
-    got = case.run(experts_mlp, weight_after=weight_after, keeps_rows=True)
-    assert_same(got, case.run(experts_mlp_reference, weight_after=weight_after), 1e-6)
+    expected = case.run(experts_mlp_reference, weight_after=weight_after)
+    for recompute in (False, True):
+        got = case.run(experts_mlp, weight_after=weight_after, keeps_rows=True, recompute=recompute)
+        assert_same(got, expected, 1e-6)
 
 
 @pytest.mark.parametrize("weight_after", [False, True], ids=["before", "after"])

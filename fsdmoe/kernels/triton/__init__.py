@@ -7,6 +7,7 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 from fsdmoe.kernels.router_policy import RouterTopK, TopKPolicy
 from fsdmoe.kernels.triton.adamw_codes_kernel import adamw_codes_
 from fsdmoe.kernels.triton.adamw_kernel import adamw_
+from fsdmoe.kernels.triton.balance_kernel import BalanceFactors, balance_triton
 from fsdmoe.kernels.triton.clone_plan_kernel import plan_clones_triton
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton

@@ -75,4 +75,4 @@ def router_topk_triton(
     )
     load_SE, prob_sum_SE, z_S = sums.split((num_experts, num_experts, 1), dim=1)
     z_sum = z_S.view(()) if num_segments == 1 else z_S.sum()
-    return RouterTopK(weights_TK, ids_TK, load_SE.detach(), prob_sum_SE, z_sum)
+    return RouterTopK(weights_TK, ids_TK, load_SE.detach(), prob_sum_SE, z_sum, sums)

@@ -9,8 +9,8 @@ Any gated activation takes SwiGLU's place on request, and gate_up may have a bia
 projection is a narrow product of its own (``expert_mlp.py``): it needs no activation.
 
 An id of -1 contributes nothing. Only x, the router weights, the pre-activation (unless it is recomputed) and
-the row map are kept for backward; on request, in place of x, the permuted rows and the activation. Weight gradients go straight to a parameter's gradient sink where it has
-one. Nothing here waits for the device, so a CUDA graph can capture it.
+the row map are kept for backward; on request, in place of x, the permuted rows and the activation.
+Weight gradients go straight to a parameter's gradient sink where it has one. Nothing here waits for the device, so a CUDA graph can capture it.
 
 Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
 """
@@ -226,10 +226,7 @@ class SortedProducts(FusedProducts):
         tiles = layer_tiles(ids_RK, given.down_EDN, self.spare_sms)
         row_map = build_row_map(ids_RK, len(given.down_EDN), align=tiles.align, max_rows=self.max_rows)
         x_MD = permute_rows(given.x_RD, row_map)
-        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
-        pre_2MN, act_MN = gate_up(
-            x_MD, given.weights_RK, first, row_map, gathered=False, store_pre=True, tile=tiles.gate_up
-        )
+        pre_2MN, act_MN = self._first(given, x_MD, row_map, tiles, keep=not self.recompute)
         return [act_MN, None, row_map, tiles], (PreActivation(pre_2MN), row_map, SortedRows(x_MD, act_MN))
 
     def down_dgrad(
@@ -242,6 +239,9 @@ class SortedProducts(FusedProducts):
         dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
         dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
         dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles)
+        if pre_2MN is None:
+            pre_2MN, _ = self._first(given, x_MD, row_map, tiles, keep=True)
+        assert pre_2MN is not None
         dpre_M2N = swiglu_backward_(
             pre_2MN, dact_MN, weights_RK, row_map, dweights_RK,
             activation=self.activation, limit=self.limit, wants_act=False,
@@ -252,6 +252,14 @@ class SortedProducts(FusedProducts):
 
     def _sorted_x(self, operands: WeightOperands) -> torch.Tensor:
         return operands.x
+
+    def _first(
+        self, given: Given, x_MD: torch.Tensor, row_map: RowMap, tiles: LayerTiles, *, keep: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The pre-activation if ``keep``, and the weighted activation."""
+        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
+        tile = tiles.gate_up
+        return gate_up(x_MD, given.weights_RK, first, row_map, gathered=False, store_pre=keep, tile=tile)
 
 
 def products_of(policy: ExpertPolicy, max_rows: int | None) -> FusedProducts:

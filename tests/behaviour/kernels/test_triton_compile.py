@@ -13,10 +13,12 @@ pytest.importorskip("triton")
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.triton import (
+    BalanceFactors,
     TopKPolicy,
     adamw_,
     add_rows_by_id_triton,
     apply_update_triton,
+    balance_triton,
     build_group_map,
     cross_entropy_,
     experts_mlp_low_rank,
@@ -193,7 +195,8 @@ def test_the_router_builds(architecture: int, sizes: tuple[int, ...]) -> None:
     policy = TopKPolicy(top_k=4, score="sigmoid", norm_topk=True, num_groups=4, topk_groups=2)
     with compiling(architecture) as compiled:
         routed = router_topk_triton(logits, torch.zeros(64), policy, token_mask_T=torch.ones(64).bool())
-        (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum).backward()
+        loss, _ = balance_triton(routed.sums, torch.zeros(()), BalanceFactors(0.1, 0.1, 0.1))
+        (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum + loss).backward()
         for num_experts in sizes:
             weight = torch.zeros(num_experts, 512, dtype=torch.bfloat16)
             router_input_grad(torch.zeros(64, num_experts), weight, torch.zeros_like(weight[:64]))

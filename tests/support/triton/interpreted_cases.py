@@ -14,11 +14,16 @@ from itertools import pairwise
 import pytest
 import torch
 
+from fsdmoe.experts.balance import balance_loss
+from fsdmoe.experts.config import BalanceConfig
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.kernels.expert_autograd import ExpertInputs
 from fsdmoe.kernels.expert_mlp import add_weighted_bias, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.triton import (
+    BalanceFactors,
     TopKPolicy,
+    balance_triton,
     experts_mlp_low_rank,
     experts_mlp_triton,
     low_rank_mlp,
@@ -95,11 +100,11 @@ def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: py
     assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_layer_that_keeps_sorted_rows_equals_the_definition_in_fp64(biased: bool) -> None:
+@pytest.mark.parametrize(("biased", "recompute"), [(False, False), (True, False), (True, True)])
+def test_a_layer_that_keeps_sorted_rows_equals_the_definition_in_fp64(biased: bool, recompute: bool) -> None:
     x, weights, ids, gate_up, down = draw()
     bias = [torch.linspace(-1, 1, gate_up[..., 0].numel()).view(gate_up.shape[:2])] if biased else []
-    policy = ExpertPolicy(keeps_rows=True)
+    policy = ExpertPolicy(keeps_rows=True, recompute=recompute)
 
     def fused(leaves: list[torch.Tensor]) -> torch.Tensor:
         x, weights, gate_up, down, *bias = leaves
@@ -116,6 +121,23 @@ def test_a_layer_that_keeps_sorted_rows_equals_the_definition_in_fp64(biased: bo
     for index, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
         error = (ours.double() - exact).norm() / exact.norm()
         assert error < 2e-6, f"number {index} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize(("num_sequences", "num_experts"), [(1, 6), (5, 6), (9, 1024)])
+@pytest.mark.parametrize("known", [False, True])
+def test_balance_terms_equal_the_definition(num_sequences: int, num_experts: int, known: bool) -> None:
+    """A sequence without tokens included."""
+    config = BalanceConfig(sequence=0.3, micro_batch=0.2, z_loss=0.1)
+    loads = torch.randint(0, 9, (num_sequences, num_experts)).float()
+    loads[-1] *= num_sequences == 1
+    sums = torch.cat((loads, torch.rand(num_sequences, num_experts + 1)), 1).requires_grad_()
+    number = 17.0 if known else torch.tensor(17.0)
+    loss, load_E = balance_triton(sums, number, BalanceFactors(0.3, 0.2, 0.1))
+    _, probs, z_S = sums.split((num_experts, num_experts, 1), 1)
+    wanted = balance_loss(loads, probs, z_S.sum(), config, RoutingContext(num_global_tokens=number))
+    torch.testing.assert_close(loss, wanted)
+    assert torch.equal(load_E, loads.sum(0))
+    torch.testing.assert_close(*(torch.autograd.grad(3 * each, sums)[0] for each in (loss, wanted)))
 
 
 @pytest.mark.parametrize("num_columns", [40, 136, 384, 1024])
