@@ -5,10 +5,12 @@ a dense MLP of 3,072, or 64 experts of 384 of which a token takes 8. Both are ru
 same kernels, attention and CUDA graphs, in one process. They take turns, in a changing order, and each warms
 the card up before it is timed. A step is all of it: data, forward, backward, clipping, optimizer. The tax is
 the MoE's time of a step by the dense model's; at equal FLOPs a MoE pays where it learns more than that in a
-step.
+step. The MoE keeps the rows of its experts for backward (``memory.keep = "rows"``); the table has the peak of
+memory of both.
 
     python benchmarks/dense_or_moe.py                         about 5 minutes on one H200
-    python benchmarks/dense_or_moe.py --profile               and where a step's GPU time goes, by part
+    python benchmarks/dense_or_moe.py --profile               and where a step's GPU time goes
+    python benchmarks/dense_or_moe.py --compare               and the MoE with memory.keep = "values"
     python benchmarks/dense_or_moe.py --corpus CORPUS --curves 4 --seeds 3 --json curves.json
                                                               held-out loss over minutes of training
     python benchmarks/dense_or_moe.py --draw curves.json      to docs/results/dense_or_moe_*.svg
@@ -40,7 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from dense_or_moe_curves import Curve, add_curves, draw, report
-from step_parts import Work, by_part, largest_others, profile_step
+from step_parts import Work, by_part, largest_kernels, largest_others, profile_step
 from timing import changing_orders, require_gpu, wait
 
 from fsdmoe import train as program
@@ -64,6 +66,8 @@ TINY = {
     "model.moe_intermediate_size": "32", "model.vocab_size": "256", "data.seq_len": "32",
 }  # fmt: skip
 MODELS = ("dense", "MoE")
+NOTHING_MORE = "MoE with values"
+"""The MoE with ``memory.keep = "values"``, for ``--compare``."""
 WANTED = {65_536: 1.14, 16_384: 1.25}
 """The highest tax, by tokens of a step."""
 WARM_UP_STEPS = 4
@@ -96,6 +100,8 @@ def options(model: str, size: Size, folder: Path, args: argparse.Namespace) -> l
     }  # fmt: skip
     if model == "dense":
         keys["model.first_k_dense_replace"] = keys["model.num_hidden_layers"]
+    elif model == "MoE":
+        keys["memory.keep"] = "rows"
     keys |= args.others
     return ["--config", str(ROOT / "configs/quickstart.toml"), *(f"--{k}={v}" for k, v in keys.items())]
 
@@ -106,6 +112,7 @@ def built(model: str, size: Size, args: argparse.Namespace) -> Iterator[program.
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(None):
             config = load_config(options(model, size, Path(folder), args)).config
@@ -130,9 +137,10 @@ def seconds_of(run: program.Run, num_steps: int) -> float:
 
 
 def measure(size: Size, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of a step of both models, once a round."""
-    times: dict[str, list[float]] = {model: [] for model in MODELS}
-    for turn, order in enumerate(changing_orders(list(MODELS), args.rounds)):
+    """Seconds of a step of each model, once a round."""
+    models = [*MODELS, NOTHING_MORE] if args.compare else [*MODELS]
+    times: dict[str, list[float]] = {model: [] for model in models}
+    for turn, order in enumerate(changing_orders(models, args.rounds)):
         for model in order:
             is_first = turn == 0 and size.tokens == args.tokens[0]
             times[model].append(measure_one(model, size, args, tell=is_first))
@@ -147,7 +155,10 @@ def measure_one(model: str, size: Size, args: argparse.Namespace, *, tell: bool)
         seconds_of(run, WARM_UP_STEPS if args.tiny else SETTLING_STEPS)
         repeats = max(2, round(args.seconds / seconds_of(run, 2)))
         seconds_of(run, 1 + repeats // 2)
-        return seconds_of(run, repeats)
+        seconds = seconds_of(run, repeats)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0
+        print(f"{size.tokens:,} tokens, {model}: {seconds * 1e3:.1f} ms, peak {peak:.1f} GiB", flush=True)
+        return seconds
 
 
 def about(model: str, run: program.Run) -> str:
@@ -170,6 +181,9 @@ def table(args: argparse.Namespace) -> bool:
         tax = seconds["MoE"] / seconds["dense"]
         wanted = WANTED.get(tokens)
         good = good and (wanted is None or tax <= wanted)
+        if args.compare:
+            values = seconds[NOTHING_MORE]
+            print(f"{tokens:,} tokens, {NOTHING_MORE}: tax {values / seconds['dense']:.3f}", flush=True)
         rows.append(
             f"| {tokens:,} | {tokens / seconds['dense']:,.0f} | {tokens / seconds['MoE']:,.0f} "
             f"| {seconds['dense'] * 1e3:.1f} | {seconds['MoE'] * 1e3:.1f} | {tax:.3f} "
@@ -187,11 +201,13 @@ def show_parts(args: argparse.Namespace) -> None:
     """Print the GPU time of a step of both models by part, without graphs (see ``step_parts``)."""
     parts: dict[str, dict[str, float]] = {}
     others: dict[str, list[tuple[str, float]]] = {}
+    kernels: dict[str, list[tuple[str, int, float]]] = {}
     args.others = args.others | {"train.graphs": "none"}
     for model in MODELS:
         found, config = profiled(model, args)
         parts[model] = by_part(found, config)
         others[model] = largest_others(found, config)
+        kernels[model] = largest_kernels(found)
     print(f"\n| ms of a step of {args.tokens[0]:,} tokens | dense | MoE | more |")
     print("| --- | --- | --- | --- |")
     for each in parts.values():
@@ -201,6 +217,10 @@ def show_parts(args: argparse.Namespace) -> None:
         print(f"| {part} | {dense:.1f} | {moe:.1f} | {moe - dense:+.1f} |")
     for model, names in others.items():
         print(f"\n{model}, others: " + "; ".join(f"{name[:60]} {spent:.2f}" for name, spent in names))
+    for model, rows in kernels.items():
+        print(f"\n| {model}: kernel | launches | ms |\n| --- | --- | --- |")
+        for name, launches, spent in rows:
+            print(f"| `{name[:90]}` | {launches} | {spent:.2f} |")
 
 
 def profiled(model: str, args: argparse.Namespace) -> tuple[list[Work], ModelConfig]:
@@ -234,7 +254,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="of a micro-batch; without it all of a step's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each model in each round")
-    parser.add_argument("--profile", action="store_true", help="also GPU time by part")
+    parser.add_argument("--profile", action="store_true", help="also GPU time by part and by kernel")
+    parser.add_argument("--compare", action="store_true", help='also the MoE with memory.keep = "values"')
     parser.add_argument("--corpus", type=Path, help="a folder of benchmarks/corpus.py")
     parser.add_argument("--curves", type=float, metavar="MINUTES", help="train both for so long instead")
     parser.add_argument("--seeds", type=int, default=1)

@@ -134,3 +134,17 @@ def largest_others(found: Iterable[Work], model: ModelConfig, count: int = 8) ->
         if part_of(work, model) == "other":
             sums[work.kernel] += work.milliseconds
     return sorted(sums.items(), key=lambda pair: -pair[1])[:count]
+
+
+def largest_kernels(found: Iterable[Work], count: int = 30) -> list[tuple[str, int, float]]:
+    """The kernels with the most time, the longest first: name, launches (one for those that no operation
+    claims) and milliseconds; the last line has all others together."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    launches: defaultdict[str, int] = defaultdict(int)
+    for work in found:
+        sums[work.kernel] += work.milliseconds
+        launches[work.kernel] += 1
+    names = sorted(sums, key=lambda name: -sums[name])
+    rest = names[count:]
+    whole = ("all others", sum(launches[name] for name in rest), sum(sums[name] for name in rest))
+    return [*((name, launches[name], sums[name]) for name in names[:count]), whole]

@@ -9,8 +9,9 @@ Any gated activation takes SwiGLU's place on request, and gate_up may have a bia
 projection is a narrow product of its own (``expert_mlp.py``): it needs no activation.
 
 An id of -1 contributes nothing. Only x, the router weights, the pre-activation (unless it is recomputed) and
-the row map are kept for backward; on request, in place of x, the permuted rows and the activation.
-Weight gradients go straight to a parameter's gradient sink where it has one. Nothing here waits for the device, so a CUDA graph can capture it.
+the row map are kept for backward; on request, in place of x, the permuted rows and the activation. Weight
+gradients go straight to a parameter's gradient sink where it has one. Nothing here waits for the device, so a
+CUDA graph can capture it.
 
 Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
 """
