@@ -23,7 +23,7 @@ def draw(num_rows: int, d: int, n: int) -> tuple[list[Tensor], Tensor]:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=random, device="cuda").mul_(scale).bfloat16()
 
-    ids = torch.rand(num_rows, E - 1, generator=random, device="cuda").argsort(1)[:, :K]
+    ids = torch.rand(num_rows, E - 1, generator=random, device="cuda").argsort(1)[:, :K].contiguous()
     ids[torch.rand(ids.shape, generator=random, device="cuda") > 0.8] = -1
     weights = torch.rand(num_rows, K, generator=random, device="cuda")
     leaves = [
