@@ -23,8 +23,8 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.context_parallel.block_attention import (
     KeyValueGradient,
     Merger,

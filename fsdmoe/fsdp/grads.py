@@ -44,7 +44,7 @@ from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Stage
 from fsdmoe.fsdp.exchange import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
-from fsdmoe.fsdp.param_grad import ParamGrad, changed_by_user
+from fsdmoe.fsdp.param_grad import ParamGrad, changed_by_user, end_leases
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.kernels.grad_sink import Staged
 
@@ -58,6 +58,8 @@ class GradState(Enum):
     PARTIAL = auto()
     FINAL = auto()
     BROKEN = auto()
+
+    __hash__ = object.__hash__  # each is one object; Enum's own is a call of Python in every look-up
 
 
 _EMPTY, _OPEN, _REDUCING = GradState.EMPTY, GradState.OPEN, GradState.REDUCING
@@ -388,8 +390,7 @@ class GradBuffer:
     def _prepare_main(self) -> None:
         """Have a main gradient that may be overwritten."""
         self._wait()  # it was dropped, but a reduction that was started before may still write it
-        for param in self.param_grads:
-            param.end_lease()  # before anything is written there
+        end_leases(self.param_grads)  # before anything is written there
         freed = [flat for flat in self._flats if flat.main is None]
         for flat in freed:
             flat.allocate()

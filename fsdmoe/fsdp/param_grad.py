@@ -124,8 +124,7 @@ class ParamGrad:
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd's fallback: put what it accumulated where the reduction reads it."""
         gradient = parameter.grad
-        if gradient is None:
-            return
+        assert gradient is not None
         parameter.grad = None
         if self.param.plan.scaling is not None:
             raise RuntimeError(
@@ -263,6 +262,13 @@ def changed_by_user(params: Iterable[ParamGrad]) -> list[ParamGrad]:
         ]
 
 
+def end_leases(params: Iterable[ParamGrad]) -> None:
+    """:meth:`ParamGrad.end_lease` of those that have one, which few steps do."""
+    for param in params:
+        if param._lease is not None:
+            param.end_lease()
+
+
 def any_present(params: Iterable[ParamGrad]) -> bool:
     """Some parameter has a gradient to step with."""
     shown = [param for param in params if param._shown is not None]
@@ -285,6 +291,8 @@ class _Hooks(dict[Any, Any]):
 
 
 def _call(method: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:
+    if parameter.grad is None:
+        return  # a kernel wrote it where it belongs
     alive = method()
     if alive is not None:
         alive(parameter)

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.param_grad import ParamGrad

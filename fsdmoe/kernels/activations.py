@@ -79,9 +79,7 @@ def _swiglu(gate: Tensor, up: Tensor, limit: float = GPT_OSS_LIMIT) -> Tensor:
 
 
 def _swiglu_backward(gate: Tensor, up: Tensor, dh: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return dh * up * (sigmoid + silu * (1 - sigmoid)), dh * silu
+    return torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)
 
 
 def _swiglu_clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:

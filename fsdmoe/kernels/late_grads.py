@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.grad_sink import sink_of
 
 Work = Callable[[], tuple[Tensor | None, Tensor | None]]
@@ -72,7 +73,7 @@ class _Later(torch.autograd.Function):
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, *gradients: Tensor | None):
         work = ctx.grads.take()
         return None, *(gradients if work is None else work())

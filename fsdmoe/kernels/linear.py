@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.embedding_grad import add_rows_by_id_
 from fsdmoe.kernels.frozen_weights import frozen_linear
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
@@ -89,6 +89,9 @@ def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool
         torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out=out_MN)
     elif _multiplies_into_fp32(out_MN) and a_MK.dtype.itemsize == 2:
         _add_unrounded_(out_MN, a_MK, b_KN, beta=1 if accumulate else 0)
+    elif out_MN.dtype.itemsize > a_MK.dtype.itemsize:  # a host rounds no more, though it has no such product
+        wide = out_MN.dtype
+        torch.addmm(out_MN, a_MK.to(wide), b_KN.to(wide), beta=1 if accumulate else 0, out=out_MN)
     elif accumulate:
         out_MN.add_(a_MK @ b_KN)
     else:

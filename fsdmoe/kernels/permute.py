@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.backend import triton_for
 
 _MAX_GROUPS = 1024  # counts that one program of the fused kernel holds
@@ -59,15 +60,14 @@ def group_assignments(
         found = fused.build_group_map(ids_RK.contiguous(), num_groups)
         return RowPermutation(found.position_RK, found.source_M, found.offsets[1 : num_groups + 1])
     flat = ids_RK.reshape(-1)
-    groups, order = torch.where(flat < 0, num_groups, flat).sort(stable=True)  # what goes nowhere comes last
+    groups, order = flat.masked_fill(flat < 0, num_groups).sort(stable=True)  # what goes nowhere comes last
     nowhere = groups == num_groups
-    slots = torch.arange(flat.numel(), device=flat.device).masked_fill(nowhere, -1)
+    slots = torch.arange(flat.numel(), device=flat.device, dtype=torch.int32).masked_fill_(nowhere, -1)
     numbers = torch.arange(num_groups, device=flat.device, dtype=groups.dtype)
-    ends = torch.searchsorted(groups, numbers, right=True)
     return RowPermutation(
-        slots_RK=torch.empty_like(slots).scatter_(0, order, slots).view(ids_RK.shape).int(),
-        sources_M=order.masked_fill(nowhere, -1)[:max_assignments].int(),
-        ends_G=ends.int(),
+        slots_RK=torch.empty_like(slots).scatter_(0, order, slots).view(ids_RK.shape),
+        sources_M=order.int().masked_fill_(nowhere, -1)[:max_assignments],
+        ends_G=torch.searchsorted(groups, numbers, right=True, out_int32=True),
     )
 
 
@@ -91,19 +91,23 @@ def sum_rows(y_MD: Tensor, permutation: RowPermutation, weights_RK: Tensor | Non
         return fused.sum_rows_triton(y_MD, slots_RK)
     is_copy = num_assignments == 1 and weights_RK is None
     wide = y_MD.dtype if is_copy else torch.promote_types(y_MD.dtype, torch.float32)
+    found = slots_RK.clamp(min=0).unbind(1)
+    nowhere = (slots_RK < 0).unsqueeze(-1).unbind(1)
     terms = (
-        _term(y_MD, slots_RK[:, k], None if weights_RK is None else weights_RK[:, k], wide)
+        _term(y_MD, found[k], nowhere[k], None if weights_RK is None else weights_RK[:, k], wide)
         for k in range(num_assignments)
     )
     return functools.reduce(Tensor.add_, terms).to(y_MD.dtype)
 
 
-def _term(y_MD: Tensor, slots_R: Tensor, weights_R: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _term(
+    y_MD: Tensor, slots_R: Tensor, nowhere_R1: Tensor, weights_R: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """A fresh ``[R, D]``: each row's slot, weighted; zero where it has none."""
-    term = y_MD.index_select(0, slots_R.clamp(min=0)).to(dtype)
+    term = y_MD.index_select(0, slots_R).to(dtype)
     if weights_R is not None:
         term *= weights_R.unsqueeze(-1)
-    return term.masked_fill_((slots_R < 0).unsqueeze(-1), 0)
+    return term.masked_fill_(nowhere_R1, 0)
 
 
 def take_assignments(values_RK: Tensor, permutation: RowPermutation) -> Tensor:
@@ -138,6 +142,6 @@ class _Unpermute(torch.autograd.Function):
         return sum_rows(y_MD, ctx.permutation)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy_RD):
         return take_rows(dy_RD, ctx.permutation), None, None, None

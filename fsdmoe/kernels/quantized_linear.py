@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels.backend import takes_fp8_products, triton_for

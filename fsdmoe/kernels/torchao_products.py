@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels.activations import activate
 from fsdmoe.kernels.architecture import Architecture

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.grad_sink import GradSink, Staged, sink_of
 from fsdmoe.kernels.linear import add_product_

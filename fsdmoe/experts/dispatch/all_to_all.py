@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.experts.dispatch.base import CountingDispatcher, Departure, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Exchange
 from fsdmoe.kernels.permute import RowPermutation, sum_rows, take_rows, unpermute
@@ -83,7 +84,7 @@ class _Leave(torch.autograd.Function):
         return take_rows(x_TD, RowPermutation(*permutation)) if x_MD is None else x_MD, weights_MK
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, *gradients):
         permutation = RowPermutation(*ctx.saved_tensors)
         dx, dweights = (None if each is None else sum_rows(each, permutation) for each in gradients)

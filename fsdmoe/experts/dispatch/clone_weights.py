@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.experts.dispatch.transfer import Link, Pending
 from fsdmoe.kernels.expert_mlp import ExpertFunction, experts_mlp_cloned
 from fsdmoe.kernels.expert_operands import ExpertWeights
@@ -182,7 +183,7 @@ class _Send(torch.autograd.Function):
         return weights[0].new_empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, _handle):
         transit: _CloneTransit = ctx.transit
         pending, transit.homebound = transit.homebound, []
@@ -223,7 +224,7 @@ class _Receive(torch.autograd.Function):
         return *received, handle.new_empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, *gradients):
         transit: _CloneTransit = ctx.transit
         transit.kept = []
@@ -242,7 +243,7 @@ class _Tie(torch.autograd.Function):
         return y_RD.view_as(y_RD)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy_RD):
         transit: _CloneTransit = ctx.transit
         # Where the layer is run again in backward, that begins here on all ranks: it exchanges counts and

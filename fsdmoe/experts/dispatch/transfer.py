@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.compat import ALL_GATHER
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.kernels.packed_rows import pack_rows, unpack_rows
@@ -240,7 +241,7 @@ class _Start(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, _handle):
         transit: _Transit = ctx.transit
         pending, transit.homebound = transit.homebound, []
@@ -267,7 +268,7 @@ class _Wait(torch.autograd.Function):
         return x, weights, ids
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dx, dweights=None, _ids=None):
         transit: _Transit = ctx.transit
         sent = pack_rows(dx) if transit.transfer.packs_grad else dx

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.router_policy import RouterTopK, TopKPolicy
 from fsdmoe.kernels.triton.router_kernels import route, route_backward
 
