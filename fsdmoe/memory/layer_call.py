@@ -145,13 +145,12 @@ class LayerCall:
         with as_current(self), packing(self.pack):
             yield
 
-    def is_kept(self, tensor: Tensor) -> bool:
-        """Whether it is a weight, or another tensor that belongs to somebody else."""
-        return not has_storage(tensor) or _key(tensor) in self._kept
-
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether something was said about the tensor before."""
-        return self.is_kept(tensor) or _key(tensor) in self._sources
+        """Whether it is a weight, belongs to somebody else, or something was said about it before."""
+        if not has_storage(tensor):
+            return True
+        key = _key(tensor)
+        return key in self._kept or key in self._sources
 
     def name(self, name: str, tensor: Tensor) -> None:
         if self._mover is not None and has_storage(tensor):
@@ -165,21 +164,21 @@ class LayerCall:
         self._sources[storage._cdata] = (StorageWeakRef(storage), tensor._version, source)
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
-        if self.is_kept(tensor):
+        if not has_storage(tensor) or (key := _key(tensor)) in self._kept:
             return self._keep(tensor)
-        found = self._sources.get(_key(tensor))
+        found = self._sources.get(key)
         if found is not None:
             _, version, source = found
             return _View(source, tensor) if version == tensor._version else self._keep(tensor)
         if self._mover is not None and self._may_leave(tensor):
             unnamed = [] if self.scope is None else [self.scope]
-            _, names = self._names.get(_key(tensor), (None, unnamed))
+            _, names = self._names.get(key, (None, unnamed))
             moved = self._mover.take(names, tensor)
             if moved is not None:
                 self.offer(tensor, moved)
                 return _View(moved, tensor)
             # Whatever name it gets later, it is kept already.
-            self._stays[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+            self._stays[key] = StorageWeakRef(tensor.untyped_storage())
         return self._keep(tensor)
 
     def _may_leave(self, tensor: Tensor) -> bool:

@@ -56,6 +56,7 @@ class _LayerForward:
     def _kept(self, others: list[Tensor]) -> Iterator[Tensor]:
         """Weights as they are gathered now, and what the layer is given apart from its input, which others
         hold too."""
-        yield from self._layer.parameters()
-        yield from self._layer.buffers()
+        for module in self._layer.modules():  # one walk, without the names that ``parameters`` would make
+            yield from (each for each in module._parameters.values() if each is not None)
+            yield from (each for each in module._buffers.values() if each is not None)
         yield from others

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.kernels.linear import Embedding, Linear
+from fsdmoe.kernels.linear import Embedding, Linear, add_product_
 
 
 class Sink:
@@ -46,6 +46,15 @@ def test_a_linear_layer_used_twice_writes_and_then_adds(dtype: str, buffer: str,
     pairs = [(sink.buffer, plain.weight.grad), (own.grad, other.grad)]
     for found, wanted in pairs + ([(ours.bias.grad, plain.bias.grad)] if bias else []):
         assert ((found - wanted).norm() / wanted.norm()).item() < tolerance
+
+
+def test_a_host_gives_a_wide_buffer_sums_that_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    grad_y, x = torch.randn(8, 40).bfloat16(), torch.randn(40, 12).bfloat16()
+    out = torch.randn(8, 12)
+    wanted = out.double() + grad_y.double() @ x.double()
+    add_product_(out, grad_y, x, accumulate=True)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("padding", [None, 7])
