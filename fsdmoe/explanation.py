@@ -102,7 +102,7 @@ def _described(policy: ExpertPolicy, dispatcher: Dispatcher, like: torch.Tensor)
     where = f"over ep {links.ep.size}, etp {links.etp.size} ({dispatcher.name})"
     where = where if dispatcher.crosses_ranks else "on this rank"
     kernel = "plain torch" if policy.sequential or triton_for(like) is None else "Triton"
-    engine = "" if policy.products is None else f" by {policy.products.engine}"
+    engine = "" if policy.products is None else f" by {policy.products.library}"
     kernel = kernel if policy.recipe is None else f"recipe {policy.recipe.name}{engine}"
     order = "one expert after another" if policy.sequential else "grouped experts"
     facts = [f"{order} {where}, {kernel} {str(like.dtype).removeprefix('torch.')}"]

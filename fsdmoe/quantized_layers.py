@@ -33,10 +33,10 @@ from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
 from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.fp8_operands import takes_products
 from fsdmoe.kernels.head_products import fp8_head
+from fsdmoe.kernels.libraries import LIBRARIES, LibraryKey
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.products import Products
 from fsdmoe.kernels.quantized_linear import LinearPolicy
-from fsdmoe.kernels.torchao_products import require_torchao, torchao_parts, torchao_products
 from fsdmoe.models.head import LMHead
 from fsdmoe.models.projections import linear_forward
 from fsdmoe.placement import computes_on_dtensor
@@ -61,27 +61,29 @@ def check_recipe(precision: PrecisionConfig) -> None:
     """Refuse a recipe that nothing here can compute."""
     if precision.recipe == "bf16":
         return
-    engine = chosen_backend(precision)
+    backend = chosen_backend(precision)
     fused = _fused_parts(precision)
-    if engine == "torchao":
-        require_torchao()
-        fused |= torchao_parts(precision.recipe, current_architecture(), emulate=precision.emulate)
-    is_possible = precision.emulate and engine == "own"
+    if backend != "own":
+        LIBRARIES[backend].require()
+        on = current_architecture()
+        fused |= LIBRARIES[backend].parts(precision.recipe, on, emulate=precision.emulate)
+    is_possible = precision.emulate and backend == "own"
     if not is_possible and not set(precision.covers) <= fused:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
         parts = [part for part in precision.covers if part not in fused]
         others = [part for part in precision.covers if part in fused]
-        has_none = "torchao has no kernels" if engine == "torchao" else "there are no kernels"
+        has_none = "there are no kernels" if backend == "own" else f"{LIBRARIES[backend].name} has no kernels"
+        emulated = "" if backend != "te" else 'precision.backend = "own" with '
         raise ConfigError(
             f"precision.recipe: {has_none} of {precision.recipe} for {where}, got precision.covers "
-            f"with {', '.join(parts)}; set precision.emulate = true to compute what it rounds in plain torch "
-            '(slowly), or precision.recipe = "bf16"'
+            f"with {', '.join(parts)}; set {emulated}precision.emulate = true to compute what it rounds in "
+            'plain torch (slowly), or precision.recipe = "bf16"'
             + (f"; or precision.covers = {json.dumps(others)}, which have kernels" if others else "")
-            + _other_backend(precision, engine)
+            + _other_backend(precision, backend)
         )
 
 
-def chosen_backend(precision: PrecisionConfig) -> Literal["own", "torchao"]:
+def chosen_backend(precision: PrecisionConfig) -> Literal["own"] | LibraryKey:
     """Whose products the recipe takes here. By itself a run takes torchao's on Blackwell alone, where fsdmoe
     has none."""
     if precision.backend != "auto":
@@ -90,24 +92,27 @@ def chosen_backend(precision: PrecisionConfig) -> Literal["own", "torchao"]:
     takes_torchao = (
         on == "blackwell"
         and precision.param_dtype == "bfloat16"
-        and set(precision.covers) <= torchao_parts(precision.recipe, on)
+        and set(precision.covers) <= LIBRARIES["torchao"].parts(precision.recipe, on)
         and not any(getattr(precision, key) for key in OWN_KEYS)
     )
     return "torchao" if takes_torchao else "own"
 
 
-def _other_backend(precision: PrecisionConfig, engine: str) -> str:
-    """Which backend could compute what this one does not."""
-    found = torchao_parts(precision.recipe, current_architecture())
-    if engine == "torchao" or not set(precision.covers) <= found:
-        return ""
-    return "; or precision.backend = \"torchao\", which has some (pip install 'fsdmoe[torchao]')"
+def _other_backend(precision: PrecisionConfig, backend: str) -> str:
+    """Which backends could compute what this one does not."""
+    on = current_architecture()
+    return "".join(
+        f'; or precision.backend = "{key}", which has some ({library.install})'
+        for key, library in LIBRARIES.items()
+        if key != backend and set(precision.covers) <= library.parts(precision.recipe, on)
+    )
 
 
 def _fused_parts(precision: PrecisionConfig) -> set[Part]:
     """What is computed by kernels here; shapes are checked where they are known."""
-    if chosen_backend(precision) == "torchao":
-        return set(torchao_parts(precision.recipe, current_architecture()))
+    backend = chosen_backend(precision)
+    if backend != "own":
+        return set(LIBRARIES[backend].parts(precision.recipe, current_architecture()))
     return parts_with_kernels(precision, products=has_fp8_products(), experts=has_fp8_kernels())
 
 
@@ -146,9 +151,9 @@ def apply_recipe(
     states: list[OperandState] = []
     given: dict[nn.Module, Part] = {}
     fused = _fused_parts(precision)
-    products = None
-    if chosen_backend(precision) == "torchao":
-        products = torchao_products(precision.recipe, current_architecture())
+    backend, products = chosen_backend(precision), None
+    if backend != "own":
+        products = LIBRARIES[backend].products(precision.recipe, current_architecture())
     parts = {name: part for name, module in model.named_modules() if (part := part_of(name, module))}
     last = max((layer_number(name) or 0 for name in parts), default=0)
     _refuse_unused_patterns(precision.keep, parts)
@@ -187,7 +192,8 @@ def _line(recipe: Recipe, precision: PrecisionConfig, found: Counter[str]) -> st
     is_fused = bool(_fused_parts(precision) & set(precision.covers))
     how = " (emulated where there are no kernels)" if is_fused else " (emulated)"
     how = how if precision.emulate else ""
-    how = " by torchao" + how if chosen_backend(precision) == "torchao" else how
+    backend = chosen_backend(precision)
+    how = how if backend == "own" else f" by {LIBRARIES[backend].name}{how}"
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
     travel = f"; {found['travel']} weights travel quantised" if precision.quantized_weights else ""
     return f"{recipe.name}{how}: modules {what}{kept}{travel}"
@@ -302,7 +308,8 @@ def _check_widths(name: str, module: nn.Module, products: Products) -> None:
         if parameter.dim() > 1 and any(width % products.width for width in parameter.shape[-2:]):
             raise ConfigError(
                 f"precision.backend: expected widths that are multiples of {products.width} for "
-                f"{products.engine}, got {name}.{key} {tuple(parameter.shape)}; keep it out by precision.keep"
+                f"{products.library}, got {name}.{key} {tuple(parameter.shape)}; keep it out by "
+                "precision.keep"
             )
 
 

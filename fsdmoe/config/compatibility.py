@@ -68,6 +68,7 @@ GRAPH_ROWS = (
         "the loss is multiplied by a number that the host changes"),
     Row(on.GRAPHS_OF_STEPS, on.OTHER_RECIPE, CANNOT,
         "without kernels, products of experts are split up by the host"),
+    Row(on.GRAPHS_OF_STEPS, on.TE_EXPERTS, CANNOT, "the host reads how many rows each expert has"),
     Row(on.GRAPHS_OF_STEPS, on.EMULATION, CANNOT, "the emulation reads the sizes of experts on the host"),
     Row(on.GRAPHS_OF_STEPS, on.STATISTICS, CANNOT, "statistics are read by the host"),
     Row(on.GRAPHS_OF_LAYERS, on.TENSOR_PARALLELISM, NOT_BUILT,
@@ -148,7 +149,8 @@ OTHER_ROWS = (
     Row(on.RECIPE_OF_EXPERTS, on.TRAINED_ADAPTED_EXPERTS, NOT_BUILT,
         "kernels of adapted experts compute no gradients of quantised weights",
         'set adapter.freeze_base = true, or leave "experts" out of precision.covers'),
-    Row(on.TORCHAO_EXPERTS, on.ADAPTED_EXPERTS, NOT_BUILT, "torchao's products take no low-rank updates",
+    Row(on.LIBRARY_EXPERTS, on.ADAPTED_EXPERTS, NOT_BUILT,
+        "other libraries' products take no low-rank updates",
         'set adapter.target_parameters = [], or precision.backend = "own"'),
     Row(on.ADAPTERS, on.NATIVE, NOT_BUILT, "adapters are for the model of a Hugging Face folder",
         "name one with model.hf (to-hf writes it from a checkpoint)"),
@@ -168,7 +170,7 @@ OTHER_ROWS = (
 KEPT_CODES_ROWS = (
     Row(on.KEPT_CODES, on.NOT_BLOCKWISE, CANNOT, "codes are those that fp8_blockwise makes"),
     Row(on.KEPT_CODES, on.EMULATION, CANNOT, "the emulation rounds values, and keeps these"),
-    Row(on.KEPT_CODES, on.TORCHAO_PRODUCTS, NOT_BUILT, "torchao keeps what it was given"),
+    Row(on.KEPT_CODES, on.LIBRARY_PRODUCTS, NOT_BUILT, "other libraries keep what they keep"),
     Row(on.KEPT_CODES, on.OFFLOAD, NOT_BUILT, "codes have no names by which they could be offloaded"),
     Row(on.KEPT_CODES, on.ADAPTERS, NOT_BUILT, "experts with adapters keep their values"),
 )
@@ -195,7 +197,7 @@ KEPT_ROWS_ROWS = (
 
 HEAD_ROWS = (
     Row(on.HEAD_IN_FP8, on.WRAPPED, NOT_BUILT, "a wrapped model's head multiplies in its own precision"),
-    Row(on.HEAD_IN_FP8, on.TORCHAO_PRODUCTS, NOT_BUILT, "the head takes fsdmoe's own products"),
+    Row(on.HEAD_IN_FP8, on.LIBRARY_PRODUCTS, NOT_BUILT, "the head takes fsdmoe's own products"),
 )
 
 MUON_ROWS = (
@@ -209,7 +211,7 @@ DETERMINISTIC_ROWS = (
     Row(on.DETERMINISTIC, on.GRAPHS_OF_PACKED_ROWS, NOT_BUILT,
         "attention in a graph adds up by another number of documents than in the first steps after a start",
         'set train.graphs = "none" (or data.pack = false)'),
-    Row(on.DETERMINISTIC, on.TORCHAO_PRODUCTS, NOT_BUILT, "it is not known in which order torchao adds up"),
+    Row(on.DETERMINISTIC, on.LIBRARY_PRODUCTS, NOT_BUILT, "it is not known in which order it adds up"),
 )  # fmt: skip
 """What has other bits in a run that is resumed, or may have."""
 

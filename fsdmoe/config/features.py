@@ -206,10 +206,19 @@ RECIPE_OF_EXPERTS = Feature(
     shown='any but "bf16", with "experts" in precision.covers', off='"bf16"',
     is_on=lambda chosen: RECIPE.is_on(chosen) and "experts" in chosen["precision.covers"],
 )  # fmt: skip
-TORCHAO_EXPERTS = Feature(
-    name="torchao's products of experts", key="precision.backend",
-    shown='"torchao", with "experts" in precision.covers', off='"own"',
-    is_on=lambda chosen: RECIPE_OF_EXPERTS.is_on(chosen) and chosen["precision.backend"] == "torchao",
+LIBRARY_PRODUCTS = Feature(
+    name="products of another library", key="precision.backend", shown='"torchao" or "te"', off='"own"',
+    is_on=lambda chosen: chosen["precision.backend"] in ("torchao", "te"),
+)  # fmt: skip
+LIBRARY_EXPERTS = Feature(
+    name="another library's products of experts", key="precision.backend",
+    shown='"torchao" or "te", with "experts" in precision.covers', off='"own"',
+    is_on=lambda chosen: RECIPE_OF_EXPERTS.is_on(chosen) and LIBRARY_PRODUCTS.is_on(chosen),
+)  # fmt: skip
+TE_EXPERTS = Feature(
+    name="Transformer Engine's products of experts", key="precision.backend",
+    shown='"te", with "experts" in precision.covers', off='"own"',
+    is_on=lambda chosen: RECIPE_OF_EXPERTS.is_on(chosen) and chosen["precision.backend"] == "te",
 )  # fmt: skip
 OTHER_RECIPE = Feature(
     name="a recipe whose experts have no kernels", key="precision.recipe",
@@ -227,6 +236,5 @@ QAT = Feature(
     name="quantisation-aware training", key="precision.qat", shown="a format", off='"none"',
     is_on=lambda chosen: chosen["precision.qat"] is not None,
 )  # fmt: skip
-TORCHAO_PRODUCTS = choice("products by torchao", "precision.backend", "torchao", "own")
 EMULATION = switch("an emulated recipe", "precision.emulate")
 STATISTICS = above("statistics of a recipe", "precision.statistics", 0)

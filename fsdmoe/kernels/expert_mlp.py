@@ -14,6 +14,7 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 ``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes, and
                            with updates of frozen weights
 ``experts_mlp_quantized``  products quantised by any recipe, emulated (``expert_emulated.py``)
+``experts_mlp_by_library`` grouped products of torchao or Transformer Engine (``precision.backend``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``DecodedProducts``        either of these two, over values of frozen weights that are kept as codes
@@ -55,8 +56,8 @@ from fsdmoe.kernels.expert_operands import (
     Rows,
 )
 from fsdmoe.kernels.frozen_weights import DecodedProducts, frozen_values
+from fsdmoe.kernels.library_experts import experts_mlp_by_library
 from fsdmoe.kernels.quantized_linear import refuse_other_codes
-from fsdmoe.kernels.torchao_products import experts_mlp_torchao
 from fsdmoe.precision.quantized_weight import scales_of
 
 ExpertFunction = Callable[[Rows, ExpertWeights, ExpertPolicy, int | None, LowRankUpdates], Tensor]
@@ -72,7 +73,7 @@ def expert_function(policy: ExpertPolicy) -> ExpertFunction:
     if policy.sequential:
         function = experts_mlp_reference
     elif policy.recipe is not None:
-        function = _experts_mlp_recipe if policy.products is None else experts_mlp_torchao
+        function = _experts_mlp_recipe if policy.products is None else experts_mlp_by_library
     elif policy.coded:
         return _experts_mlp_coded
     if policy.recompute and function is not _experts_mlp_fused:

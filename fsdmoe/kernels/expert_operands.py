@@ -91,7 +91,7 @@ class ExpertPolicy(NamedTuple):
     projections get one, and where a kernel or plain torch computes in the precision of the weights."""
 
     products: Products | None = None
-    """With a recipe: another engine's, chosen by ``precision.backend``."""
+    """With a recipe: another library's, chosen by ``precision.backend``."""
     keeps_codes: bool = False
     """With ``fp8_blockwise`` and its kernels: codes for backward, instead of values."""
     keeps_rows: bool = False

@@ -43,7 +43,7 @@ class LinearPolicy(NamedTuple):
     kept: KeptCodes | None = None
     """The codes of its weight, where it stays in memory whole."""
     products: Products | None = None
-    """Another engine's, chosen by ``precision.backend``."""
+    """Another library's, chosen by ``precision.backend``."""
     keeps_codes: bool = False
     """Of the input for backward, instead of the input: with scales of 1 x 128."""
 

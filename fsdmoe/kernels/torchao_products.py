@@ -15,19 +15,13 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
 from fsdmoe.errors import ConfigError
-from fsdmoe.kernels.activations import activate
 from fsdmoe.kernels.architecture import Architecture
-from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
-from fsdmoe.kernels.permute import group_assignments
-from fsdmoe.kernels.products import Grouped, Linear, Products
+from fsdmoe.kernels.products import Grouped, Linear, Products, with_filled_rows
 from fsdmoe.precision.config import Part
 
 _LINEAR: frozenset[Part] = frozenset({"attention", "dense", "shared"})
@@ -40,6 +34,7 @@ _COVERED: dict[Architecture, dict[str, frozenset[Part]]] = {
     "blackwell": {**_FP8, "mxfp8": _ALL},
 }
 _EMULATED: dict[str, frozenset[Part]] = {"fp8_tensorwise": _LINEAR, "fp8_rowwise": _LINEAR, "mxfp8": _ALL}
+INSTALL_TORCHAO = "pip install 'fsdmoe[torchao]'"
 
 
 def torchao_parts(recipe: str, on: Architecture | None, *, emulate: bool = False) -> frozenset[Part]:
@@ -54,7 +49,7 @@ def require_torchao() -> None:
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             "precision.backend: expected torchao to be installed, found no such package; "
-            "pip install 'fsdmoe[torchao]', or set precision.backend = \"own\""
+            f'{INSTALL_TORCHAO}, or set precision.backend = "own"'
         )
 
 
@@ -72,14 +67,7 @@ def torchao_products(recipe: str, on: Architecture | None) -> Products:
         linear = _float8(recipe.removeprefix("fp8_"), is_emulated)
         grouped = _rowwise_grouped() if recipe == "fp8_rowwise" and not is_emulated else None
 
-    def filled_up(x: Tensor, weight_NK: Tensor) -> Tensor:
-        """Rows are contracted in weight gradients: they are filled up with zeros."""
-        x_TK = x.reshape(-1, x.shape[-1])
-        missing = -len(x_TK) % align
-        y_TN = linear(F.pad(x_TK, (0, 0, 0, missing)) if missing else x_TK, weight_NK)
-        return y_TN[: len(x_TK)].view(*x.shape[:-1], len(weight_NK))
-
-    return Products("torchao", filled_up, grouped, align, width=align)
+    return Products("torchao", with_filled_rows(linear, align), grouped, align, width=align)
 
 
 def _float8(name: str, is_emulated: bool) -> Linear:
@@ -142,98 +130,3 @@ def _mxfp8(is_emulated: bool) -> tuple[Linear, Grouped]:
         )  # fmt: skip
 
     return linear, grouped
-
-
-# Experts
-
-
-def experts_mlp_torchao(
-    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None, updates: LowRankUpdates
-) -> Tensor:
-    """``experts_mlp`` with torchao's grouped products, differentiated by autograd; nothing waits for the
-    device."""
-    products = policy.products
-    assert products is not None
-    assert products.grouped is not None
-    refused = {"low-rank updates": updates, "biases": (weights.gate_up_bias, weights.down_bias)}
-    for what, tensors in refused.items():
-        if any(tensor is not None for tensor in tensors):
-            raise ConfigError(
-                f'precision.backend: expected experts without {what} for "torchao", got some; leave experts '
-                "out of precision.covers"
-            )
-    slots = _aligned_slots(rows.ids_RK, len(weights.down_EDN), products.align, max_rows)
-    flat = rows.weights_RK.reshape(-1)
-    weights_M1 = torch.cat((flat, flat.new_zeros(1)))[slots.source_M].unsqueeze(-1)
-    x_MD = _Gather.apply(rows.x_RD, slots.row_M, slots.slot_RK)
-    z_M2N = products.grouped(x_MD, weights.gate_up_E2ND, slots.ends_E)
-    h_MN = activate(z_M2N.float(), policy.activation, policy.limit)
-    if not policy.weight_after:
-        h_MN = h_MN * weights_M1
-    y_MD = products.grouped(h_MN.to(rows.x_RD.dtype), weights.down_EDN, slots.ends_E)
-    if policy.weight_after:
-        y_MD = (y_MD * weights_M1).to(y_MD.dtype)
-    return _Sum.apply(y_MD, slots.row_M, slots.slot_RK)
-
-
-class _Slots(NamedTuple):
-    """Rows laid out by expert, each expert's filled up with rows of zeros; M slots, R rows, K choices."""
-
-    row_M: Tensor
-    """The row in each slot; R: zeros."""
-    source_M: Tensor
-    """The choice in each slot; R * K: none."""
-    slot_RK: Tensor
-    """The slot of each choice; M: none."""
-    ends_E: Tensor
-
-
-def _aligned_slots(ids_RK: Tensor, num_experts: int, align: int, max_rows: int | None) -> _Slots:
-    num_rows, num_choices = ids_RK.shape
-    found = group_assignments(ids_RK, num_experts, max_assignments=max_rows)
-    num_slots = (-(-found.num_slots // align) + num_experts) * align
-    starts_E = torch.cat((found.ends_G.new_zeros(1), found.ends_G[:-1]))
-    padded_E = (found.ends_G - starts_E + align - 1) // align * align
-    ends_E = padded_E.cumsum(0, dtype=torch.int32)
-    shift_E = ends_E - padded_E - starts_E
-    slot_RK = (found.slots_RK + shift_E[ids_RK.clamp(min=0).long()]).long()
-    slot_RK = slot_RK.masked_fill(found.slots_RK < 0, num_slots)
-    none = num_rows * num_choices
-    choices = torch.arange(none, device=ids_RK.device)
-    source_M = choices.new_full((num_slots + 1,), none).scatter_(0, slot_RK.flatten(), choices)[:-1]
-    row_M = torch.where(source_M == none, num_rows, source_M // max(num_choices, 1))
-    return _Slots(row_M, source_M, slot_RK, ends_E)
-
-
-def _with_zeros(x: Tensor) -> Tensor:
-    return torch.cat((x, x.new_zeros(1, x.shape[1])))
-
-
-class _Gather(torch.autograd.Function):
-    """The row of each slot; backward sums the slots of each row, without atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, row_M: Tensor, slot_RK: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_RK)
-        return _with_zeros(x_RD)[row_M]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
-        (slot_RK,) = ctx.saved_tensors
-        return _with_zeros(grad_MD)[slot_RK].sum(1), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, y_MD: Tensor, row_M: Tensor, slot_RK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_M)
-        return _with_zeros(y_MD)[slot_RK].sum(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        (row_M,) = ctx.saved_tensors
-        return _with_zeros(grad_RD)[row_M], None, None

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import get_args
 
 from fsdmoe.kernels.architecture import Architecture
-from fsdmoe.kernels.torchao_products import torchao_parts
+from fsdmoe.kernels.libraries import LIBRARIES
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.precision.config import Part, PrecisionConfig
 from fsdmoe.quantized_layers import parts_with_kernels
@@ -23,11 +23,14 @@ def faster_parts(precision: PrecisionConfig, gpu: Gpu) -> frozenset[str]:
     if precision.recipe == "bf16":
         return frozenset()
     has = gpu.has_fp8_kernels
-    found = parts_with_kernels(precision, products=has, experts=has)
-    takes_torchao = precision.backend == "torchao" or (precision.backend == "auto" and not has)
-    if takes_torchao and not precision.emulate:
+    backend = precision.backend
+    if backend == "auto":
+        backend = "own" if has or precision.emulate else "torchao"
+    if backend == "own":
+        found = frozenset(parts_with_kernels(precision, products=has, experts=has))
+    else:
         on: Architecture | None = "hopper" if has else "blackwell" if gpu.never_ran else None
-        found |= torchao_parts(precision.recipe, on)
+        found = LIBRARIES[backend].parts(precision.recipe, on)
     return frozenset(precision.covers) & found
 
 

@@ -20,7 +20,7 @@ Part = Literal["experts", "attention", "dense", "shared"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 MainDtype = Literal["float32", "bfloat16"]
 FrozenDtype = Literal["float8", "nf4", "int4"]
-Backend = Literal["auto", "own", "torchao"]
+Backend = Literal["auto", "own", "torchao", "te"]
 OWN_KEYS = ("gradient_format", "power_of_two_scales", "statistics", "quantized_weights", "frozen_dtype")
 """What only fsdmoe's own kernels and emulation know."""
 FOUR_BIT_BLOCKS = {"nf4": 64, "int4": 128}
@@ -52,7 +52,8 @@ class PrecisionConfig:
     embedding never are, the head by precision.head."""
     backend: Backend = "auto"
     """With a recipe: whose kernels quantise and multiply. own: fsdmoe's, for Hopper. torchao: torchao's, for
-    Hopper and Blackwell. auto: fsdmoe's, and torchao's on Blackwell (docs/low_precision.md)."""
+    Hopper and Blackwell. te: Transformer Engine's, for the same. auto: fsdmoe's, and torchao's on Blackwell
+    (docs/low_precision.md)."""
     head: Literal["bf16", "fp8"] = "bf16"
     """With recipe = "fp8_blockwise": how the loss multiplies with the head's weight. bf16: in param_dtype.
     fp8: logits and gradients of hidden states by products in fp8, with the recipe's scales; the weight's
@@ -159,18 +160,24 @@ class PrecisionConfig:
     def _recipe_problems(self) -> list[str]:
         """Keys that the recipe leaves without effect."""
         problems = []
-        if self.backend == "torchao":
+        if self.backend not in ("auto", "own"):
             problems += [
-                f'precision.{key}: expected none with precision.backend = "torchao", which quantises in its '
-                f'own way, got {getattr(self, key)}; drop the line, or set precision.backend = "own"'
+                f'precision.{key}: expected none with precision.backend = "{self.backend}", which quantises '
+                f'in its own way, got {getattr(self, key)}; drop the line, or set precision.backend = "own"'
                 for key in OWN_KEYS
                 if getattr(self, key)
             ]
             if self.param_dtype != "bfloat16":
                 problems.append(
-                    'precision.param_dtype: expected bfloat16 with precision.backend = "torchao", whose '
-                    f'products take no other, got {self.param_dtype}; set it, or precision.backend = "own"'
+                    f'precision.param_dtype: expected bfloat16 with precision.backend = "{self.backend}", '
+                    f"whose products take no other, got {self.param_dtype}; set it, or precision.backend = "
+                    '"own"'
                 )
+        if self.backend == "te" and self.emulate:
+            problems.append(
+                'precision.emulate: expected false with precision.backend = "te", which emulates nothing; '
+                'drop the line, or set precision.backend = "own"'
+            )
         if self.frozen_dtype not in (None, "float8") and self.recipe != "bf16":
             problems.append(
                 f'precision.frozen_dtype: expected "float8" with precision.recipe = {self.recipe}, got '

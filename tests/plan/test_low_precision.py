@@ -24,3 +24,11 @@ def test_without_emulation_a_gpu_without_kernels_has_no_price() -> None:
     assert why_no_price(blockwise, GPUS["h100"]) == ""
     assert "gb200 has no kernels of fp8_blockwise for experts" in why_no_price(blockwise, GPUS["gb200"])
     assert why_no_price(PrecisionConfig(recipe="mxfp8"), GPUS["gb200"]) == "", "torchao's"
+
+
+def test_another_library_is_priced_by_what_it_computes() -> None:
+    tensorwise = PrecisionConfig(recipe="fp8_tensorwise", backend="te")
+    assert "experts" in faster_parts(tensorwise, GPUS["h100"])
+    assert "experts" not in faster_parts(PrecisionConfig(recipe="fp8_tensorwise"), GPUS["h100"])
+    rowwise = PrecisionConfig(recipe="fp8_rowwise", backend="te")
+    assert "h100 has no kernels of fp8_rowwise for experts, attention" in why_no_price(rowwise, GPUS["h100"])

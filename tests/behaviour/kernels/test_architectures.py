@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.kernels import architecture, backend, torchao_products
+from fsdmoe.kernels import architecture, backend, te_products, torchao_products
+from fsdmoe.kernels.libraries import LIBRARIES
 from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.precision import PrecisionConfig
+from fsdmoe.precision.config import Backend
 from fsdmoe.quantized_layers import check_recipe, chosen_backend
 from fsdmoe.run_facts import _devices_text
 
@@ -111,8 +113,51 @@ def test_blackwell_without_torchao_names_the_extra() -> None:
         assert "pip install 'fsdmoe[torchao]'" in outcome(PrecisionConfig(recipe="mxfp8"))
 
 
-def test_keys_that_torchao_does_not_know_are_refused() -> None:
+@pytest.fixture
+def te_is_there() -> Iterator[None]:
+    with mock.patch.dict(LIBRARIES, te=LIBRARIES["te"]._replace(require=lambda: None)):
+        yield
+
+
+@pytest.mark.parametrize("gpu", [HOPPER], indirect=True)
+@pytest.mark.usefixtures("gpu", "te_is_there")
+def test_transformer_engine_on_hopper_takes_its_recipes_and_refuses_the_rest_by_name() -> None:
+    for recipe in ("fp8_blockwise", "fp8_tensorwise"):
+        assert outcome(PrecisionConfig(recipe=recipe, backend="te")) == "te"
+    for recipe in ("fp8_rowwise", "mxfp8", "nvfp4"):
+        message = outcome(PrecisionConfig(recipe=recipe, backend="te"))
+        assert f"Transformer Engine has no kernels of {recipe} for a made-up GPU" in message
+        assert 'set precision.backend = "own" with precision.emulate = true' in message
+    # Experts by one scale each have no kernels of ours.
+    hint = outcome(PrecisionConfig(recipe="fp8_tensorwise"))
+    assert 'or precision.backend = "te", which has some (pip install --no-build-isolation' in hint
+
+
+@pytest.mark.parametrize("gpu", [BLACKWELL], indirect=True)
+@pytest.mark.usefixtures("gpu", "te_is_there")
+def test_transformer_engine_on_blackwell_takes_the_formats_of_that_card() -> None:
+    for recipe in ("mxfp8", "nvfp4", "fp8_tensorwise"):
+        assert outcome(PrecisionConfig(recipe=recipe, backend="te")) == "te"
+    message = outcome(PrecisionConfig(recipe="fp8_blockwise", backend="te"))
+    assert "Transformer Engine has no kernels of fp8_blockwise" in message
+
+
+@pytest.mark.parametrize("gpu", [HOPPER], indirect=True)
+@pytest.mark.usefixtures("gpu")
+def test_transformer_engine_that_is_not_there_names_the_extra() -> None:
+    with mock.patch.object(te_products.importlib.util, "find_spec", return_value=None):
+        message = outcome(PrecisionConfig(recipe="fp8_blockwise", backend="te"))
+    assert "pip install --no-build-isolation 'fsdmoe[te]'" in message
+
+
+@pytest.mark.parametrize("library", ["torchao", "te"])
+def test_keys_that_other_libraries_do_not_know_are_refused(library: Backend) -> None:
     with pytest.raises(ConfigError, match=r"precision\.statistics: expected none with precision\.backend"):
-        PrecisionConfig(recipe="fp8_rowwise", backend="torchao", statistics=5)
+        PrecisionConfig(recipe="fp8_tensorwise", backend=library, statistics=5)
     with pytest.raises(ConfigError, match=r"precision\.param_dtype: expected bfloat16"):
-        PrecisionConfig(recipe="fp8_rowwise", backend="torchao", param_dtype="float32")
+        PrecisionConfig(recipe="fp8_tensorwise", backend=library, param_dtype="float32")
+
+
+def test_transformer_engine_emulates_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"precision\.emulate: expected false with precision\.backend"):
+        PrecisionConfig(recipe="fp8_blockwise", backend="te", emulate=True)
