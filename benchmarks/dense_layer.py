@@ -3,9 +3,9 @@
 Every contender has the same weights, inputs and gradients; gradients of weights go to float32 buffers, as in
 training. They run in turn, in an order that is turned round every round: what counts is the ratio within one
 run. "fresh" quantises the weight in each forward and each backward, as for weights that are gathered for
-every use; the others once, as for weights that stay or travel quantised. "torchao" is precision.backend =
-"torchao", where it is installed: it quantises for each product and gives gradients in bf16. Errors are
-relative to fp64's.
+every use; the others once, as for weights that stay or travel quantised. "torchao" and "te" are values of
+precision.backend, where these libraries are installed: both quantise for each product, and torchao gives
+gradients in bf16. Errors are relative to fp64's.
 
     --shapes 0 2        only these shapes         --seconds 0.2        of one measurement
 """
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fsdmoe.kernels.backend import has_fp8_products
 from fsdmoe.kernels.fp8_linear import KeptCodes
+from fsdmoe.kernels.libraries import LIBRARIES, LibraryKey
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
-from fsdmoe.kernels.torchao_products import torchao_products
 from fsdmoe.precision.formats import Recipe
 from fsdmoe.precision.recipes import RecipeName, build_recipe
 
@@ -67,7 +67,9 @@ class Sink:
 class Contender:
     """The layers of a shape, by a recipe or in bf16."""
 
-    def __init__(self, shape: Shape, recipe: Recipe | None, *, stays: bool, by_torchao: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, recipe: Recipe | None, *, stays: bool, library: LibraryKey | None = None
+    ) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
 
         def random(rows: int, columns: int) -> Tensor:
@@ -78,13 +80,13 @@ class Contender:
         for size in shape.outputs:
             layer = Linear(shape.inputs, size, bias=False, device="cuda", dtype=torch.bfloat16)
             layer.weight.data.copy_(random(size, shape.inputs) * shape.inputs**-0.5)
-            if by_torchao:
+            if library != "torchao":
+                layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[attr-defined]
+            if library is not None:
                 assert recipe is not None
-                layer.quantized = LinearPolicy(recipe, products=torchao_products(recipe.name, "hopper"))
-                self.layers.append(layer)
-                continue
-            layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[attr-defined]
-            if recipe is not None:
+                products = LIBRARIES[library].products(recipe.name, "hopper")
+                layer.quantized = LinearPolicy(recipe, products=products)
+            elif recipe is not None:
                 kept = KeptCodes(lambda: 0) if stays else None
                 layer.quantized = LinearPolicy(recipe, emulate=False, kept=kept)
             self.layers.append(layer)
@@ -125,6 +127,11 @@ def _weight_grad(layer: Linear) -> Tensor:
     return found
 
 
+def is_installed(library: LibraryKey) -> bool:
+    package = "transformer_engine" if library == "te" else library
+    return importlib.util.find_spec(package) is not None
+
+
 def contenders(shape: Shape) -> dict[str, Contender]:
     found = {"bf16": Contender(shape, None, stays=True)}
     for name in NAMES:
@@ -133,8 +140,9 @@ def contenders(shape: Shape) -> dict[str, Contender]:
         found[name] = Contender(shape, recipe, stays=True)
         if name == "fp8_blockwise":
             found[f"{name}, fresh"] = Contender(shape, recipe, stays=False)
-        if importlib.util.find_spec("torchao") is not None:
-            found[f"{name}, torchao"] = Contender(shape, recipe, stays=False, by_torchao=True)
+        for key, library in LIBRARIES.items():
+            if is_installed(key) and "dense" in library.parts(name, "hopper"):
+                found[f"{name}, {key}"] = Contender(shape, recipe, stays=False, library=key)
     return found
 
 

@@ -11,6 +11,9 @@ fsdmoe fp8               the same as fsdmoe, experts and attention's projections
                          precision.quantized_weights: AdamW writes codes of weights, both ways round
 fsdmoe fp8 keeping all   with memory.recompute = []
 fsdmoe fp8 experts       experts alone
+fsdmoe fp8 by te         experts and attention's projections by Transformer Engine (precision.backend = "te"),
+                         from weights in bf16
+fsdmoe fp8 from bf16     the same by fsdmoe's kernels: without precision.quantized_weights
 fsdmoe, fp32 main        the same as fsdmoe with main weights, and gradients, in fp32
 fsdmoe fp8, fp32 main, fsdmoe fp8 experts, fp32 main
                          where AdamW writes codes instead of bf16
@@ -62,6 +65,7 @@ NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers com
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
          "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main", "fsdmoe fp8, fp32 main",
          "fsdmoe fp8 keeping all", "fsdmoe fp8 with head", "fsdmoe fp8 with head, keeping codes",
+         "fsdmoe fp8 by te", "fsdmoe fp8 from bf16",
          "torchtitan blocks fp8", "torchtitan blocks fp8 linear")  # fmt: skip
 _KEEPING_ALL = ("fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
 
@@ -101,8 +105,10 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     formats |= {"main_dtype": "float32"} if has_wide_main else {}
     if name.startswith("fsdmoe fp8"):
         covers = ("experts",) if "experts" in name else ("experts", "attention")
-        formats |= {"recipe": "fp8_blockwise", "covers": covers, "quantized_weights": True}
+        formats |= {"recipe": "fp8_blockwise", "covers": covers}
         formats |= {"head": "fp8"} if "with head" in name else {}
+        formats |= {"backend": "te"} if name.endswith("by te") else {}
+        formats |= {"quantized_weights": not name.endswith(("by te", "from bf16"))}
     precision = PrecisionConfig(**formats)
     keeps_all = name in _KEEPING_ALL or name.endswith("keeping all")
     policy = ParallelPolicy(
