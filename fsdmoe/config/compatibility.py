@@ -109,10 +109,8 @@ SUB_BATCH_ROWS = (
 """What needs the rows of a micro-batch together."""
 
 CLONE_ROWS = (
-    Row(on.CLONES, on.FLEX, NOT_BUILT, "places of rows in buffers of a fixed size do not know clones"),
     Row(on.CLONES, on.BY_NODE, NOT_BUILT, "a node hands rows on by the experts that its ranks own"),
     Row(on.CLONES, on.ALL_GATHER, CANNOT, "rows that all ranks get need no clones"),
-    Row(on.CLONES, on.ANY_GRAPHS, NOT_BUILT, "the host reads which experts are cloned"),
     Row(on.CLONES, on.EXPERT_TENSOR_PARALLELISM, NOT_BUILT, "clones are of whole experts"),
     Row(on.CLONES, on.RECIPE_OF_EXPERTS, NOT_BUILT, "clones are sent as values, without scales",
         'leave "experts" out of precision.covers'),

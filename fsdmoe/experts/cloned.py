@@ -16,9 +16,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fsdmoe.experts.dispatch import DispatchPlan, Rows
+from fsdmoe.experts.dispatch import CloningDispatcher, DispatchPlan, FlexCloningDispatcher, Rows
 from fsdmoe.experts.dispatch.clone_weights import CloneWeights
-from fsdmoe.experts.dispatch.cloning import CloningDispatcher, CloningPlan
+from fsdmoe.experts.dispatch.cloning import CloningPlan
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.routed import Begin, Concurrent, Dispatching, RoutedExperts
 from fsdmoe.kernels.expert_operands import ExpertWeights
@@ -33,11 +33,11 @@ class Clonable(Protocol):
 class ClonedExperts(RoutedExperts):
     """See the module's text."""
 
-    dispatcher: CloningDispatcher
+    dispatcher: CloningDispatcher | FlexCloningDispatcher
 
     def __init__(
         self,
-        dispatcher: CloningDispatcher,
+        dispatcher: CloningDispatcher | FlexCloningDispatcher,
         chunks: int = 1,
         transfer_sms: int = 0,
         sub_batches: int = 1,
@@ -60,17 +60,16 @@ class ClonedExperts(RoutedExperts):
 
     def _send_weights(self, plan: DispatchPlan, sent: CloneWeights | None) -> CloneWeights | None:
         """After the rows, which are needed first. All chunks of a layer share what was ``sent`` once."""
-        assert isinstance(plan, CloningPlan)
+        if not isinstance(plan, CloningPlan):  # rows that did not fit
+            return sent
         if plan.clones is not None and sent is None:
-            link = self.dispatcher.links.ep
-            keep = self.dispatcher.policy.keep
-            sent = CloneWeights(link, plan.clones, self._experts.own_weights(), keep=keep)
+            keep = self.dispatcher.clones.keep
+            sent = CloneWeights(plan.clones, self._experts.own_weights(), keep=keep)
         plan.weights = sent
         return sent
 
     def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, begin: Begin) -> Tensor:
-        assert isinstance(plan, CloningPlan)
-        weights = plan.weights
+        weights = plan.weights if isinstance(plan, CloningPlan) else None
         if weights is None:
             return super()._compute(plan, leaving, begin)
         compute = begin(weights.wait())

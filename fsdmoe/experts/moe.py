@@ -29,7 +29,7 @@ from fsdmoe.experts.balance import joint_balance_loss
 from fsdmoe.experts.cloned import ClonedExperts
 from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.experts.context import Routing, RoutingContext
-from fsdmoe.experts.dispatch import CloningDispatcher, Dispatcher, Links, Rows
+from fsdmoe.experts.dispatch import CLONING, Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.routed import Combining, Compute, Concurrent, Dispatching, RoutedExperts
 from fsdmoe.experts.router import Router
@@ -230,7 +230,7 @@ class MoE(nn.Module):
     ) -> None:
         """How rows reach their experts, in how many chunks, and in how many sub-batches they come."""
         counts = chunks, transfer_sms, sub_batches
-        if isinstance(dispatcher, CloningDispatcher):
+        if isinstance(dispatcher, CLONING):
             self._routed: RoutedExperts = ClonedExperts(dispatcher, *counts, experts=self.experts)
         else:
             self._routed = RoutedExperts(dispatcher, *counts)

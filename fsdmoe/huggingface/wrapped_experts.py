@@ -19,8 +19,8 @@ from fsdmoe.experts.cloned import ClonedExperts
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import (
+    CLONING,
     Choice,
-    CloningDispatcher,
     Dispatcher,
     Links,
     Rows,
@@ -64,7 +64,7 @@ class ParallelForward(ExpertCompute):
         self.module = module
         self.spec = adapters.spec
         self.adapters = adapters
-        if isinstance(dispatcher, CloningDispatcher):
+        if isinstance(dispatcher, CLONING):
             refuse(self._clone_problems())
             self._routed: RoutedExperts = ClonedExperts(
                 dispatcher, experts.chunks, experts.transfer_sms, experts=self

@@ -40,6 +40,10 @@ class ClonePlan(NamedTuple):
     places_F: Tensor
     """The placed id of each piece; of no account where it has no rows."""
 
+    @property
+    def num_experts(self) -> int:
+        return len(self.ends_F) - self.experts_PS.numel()
+
 
 def plan_clones(counts_PE: Tensor, num_slots: int, least_rows: int) -> ClonePlan:
     """From the rows that each rank has for each expert, int32. Nothing waits for the device."""

@@ -164,7 +164,8 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
         assert not split.dispatcher.state.num_rerouted, "nothing may have taken all_to_all"
 
     is_hot = case.routing in ("skewed", "one") and case.top_k < NUM_EXPERTS and not case.clones.least_rows
-    if case.clones.slots and is_hot and meshes.size(Axis.EP) == dist.get_world_size():
+    fits = case.dispatcher != "flex" or case.flex.rows >= 8.0
+    if case.clones.slots and is_hot and fits and meshes.size(Axis.EP) == dist.get_world_size():
         calls = split.dispatcher.traffic.calls
         num_weights = len(dict(split.experts.named_parameters()))
         assert calls["clones"] == num_weights * (1 if case.clones.keep else 2), (

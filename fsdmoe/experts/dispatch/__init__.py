@@ -12,6 +12,7 @@ from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Lin
 from fsdmoe.experts.dispatch.by_node import NodeDispatcher
 from fsdmoe.experts.dispatch.cloning import NO_CLONES, ClonePolicy, CloningDispatcher
 from fsdmoe.experts.dispatch.flex import FlexDispatcher
+from fsdmoe.experts.dispatch.flex_cloning import FlexCloningDispatcher
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
@@ -19,15 +20,18 @@ from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatch
 from fsdmoe.rules import one_of
 
 __all__ = [
-    "DISPATCHERS", "UNPACKED", "Choice", "ClonePolicy", "CloningDispatcher", "DispatchPlan",
-    "DispatchTraffic", "Dispatcher", "ExpertLayout", "FlexDispatcher", "FlexPolicy", "Links", "Packing",
-    "Rows", "build_dispatcher", "choose_dispatcher", "options_of",
+    "CLONING", "DISPATCHERS", "UNPACKED", "Choice", "ClonePolicy", "CloningDispatcher", "DispatchPlan",
+    "DispatchTraffic", "Dispatcher", "ExpertLayout", "FlexCloningDispatcher", "FlexDispatcher", "FlexPolicy",
+    "Links", "Packing", "Rows", "build_dispatcher", "choose_dispatcher", "options_of",
 ]  # fmt: skip
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
     kind.name: kind
     for kind in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher, NodeDispatcher, FlexDispatcher)
 }
+
+CLONING = (CloningDispatcher, FlexCloningDispatcher)
+"""Those that clone experts."""
 
 
 def options_of(experts: ExpertsConfig) -> dict[str, Any]:
@@ -53,8 +57,13 @@ def build_dispatcher(
     """The dispatcher called ``name``, or the one that ``auto`` picks, with the reason."""
     choice = Choice(name, "as configured")
     if clones.slots and links.ep.size > 1:
-        if name not in ("auto", AllToAllDispatcher.name) or links.etp.size > 1:
+        if name not in ("auto", AllToAllDispatcher.name, FlexDispatcher.name) or links.etp.size > 1:
             raise AssertionError(f"clones by {name}, which fsdmoe.config.compatibility refuses")
+        if name == FlexDispatcher.name:
+            in_slots = FlexCloningDispatcher(
+                links, num_experts, packing, top_k=top_k, policy=flex, clones=clones
+            )
+            return in_slots, Choice(name, in_slots.describe())
         choice = Choice(AllToAllDispatcher.name, f"{clones.slots} slots a rank for clones of hot experts")
         return CloningDispatcher(links, num_experts, packing, policy=clones), choice
     if name == "auto":

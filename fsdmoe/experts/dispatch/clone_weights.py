@@ -2,7 +2,7 @@
 
 ::
 
-    CloneWeights(link, clones, own)           weights.wait()  ->  what computes with this rank's clones too
+    CloneWeights(exchange, own)               weights.wait()  ->  what computes with this rank's clones too
       forward: starts the exchange              forward: waits for it
       backward: waits for gradients, adds       backward: starts the exchange of gradients, in fp32
 
@@ -13,6 +13,8 @@ in the order of ranks, so that a run can be repeated bit by bit.
 Both nodes are made before rows are waited for. So in backward gradients of rows leave first, then those of
 clones, once the experts' own gradients are there too (autograd runs what is ready in the reverse of the order
 in which it was made).
+
+How they travel is the exchange's (:mod:`fsdmoe.experts.dispatch.clone_exchange`).
 
 With ``experts.clone_keep = false`` nothing of a clone is kept for backward. Its weights are sent again when
 the gradients of outputs are there: the first tie in backward starts that.
@@ -29,34 +31,11 @@ import torch
 from torch import Tensor
 
 from fsdmoe.autograd import once_differentiable
-from fsdmoe.experts.dispatch.transfer import Link, Pending
+from fsdmoe.experts.dispatch.clone_exchange import CloneExchange
+from fsdmoe.experts.dispatch.transfer import Pending
 from fsdmoe.kernels.expert_mlp import ExpertFunction, experts_mlp_cloned
 from fsdmoe.kernels.expert_operands import ExpertWeights
-from fsdmoe.kernels.grad_sink import sink_of
-
-
-@dataclass(frozen=True)
-class Clones:
-    """Experts that travel in one layer, in the order of ranks and their slots."""
-
-    sent: list[int]
-    """How many go to each EP rank."""
-    experts: list[int]
-    """Which of this rank's own, those to rank 0 first."""
-    received: list[int]
-    """How many come from each EP rank."""
-
-    @classmethod
-    def of(cls, experts_PS: list[list[int]], rank: int, num_experts: int) -> Clones | None:
-        """As rank ``rank`` sees them; None, on all ranks, where nobody has a clone."""
-        num_ranks = len(experts_PS)
-        per_rank = num_experts // num_ranks
-        homes = [[expert // per_rank for expert in slots if expert < num_experts] for slots in experts_PS]
-        if not any(homes):
-            return None
-        own = [[expert % per_rank for expert in slots if expert // per_rank == rank] for slots in experts_PS]
-        received = [homes[rank].count(home) for home in range(num_ranks)]
-        return cls([len(each) for each in own], [expert for each in own for expert in each], received)
+from fsdmoe.kernels.grad_sink import GradSink, sink_of
 
 
 class _CloneGrad:
@@ -89,13 +68,13 @@ class _CloneGrad:
 class _CloneTransit:
     """What the nodes of one exchange share. Never a tensor with a history, nor one that was received."""
 
-    link: Link
-    clones: Clones
+    exchange: CloneExchange
     own: tuple[Tensor, ...]
     """Parameters: their owner keeps them, and has them in place when backward runs."""
     outbound: list[Pending] = field(default_factory=list)
     grads: list[_CloneGrad] = field(default_factory=list)
-    homebound: list[Pending] = field(default_factory=list)
+    homebound: Any = None
+    """Gradients under way, as the exchange knows them."""
     kept: list[Tensor] = field(default_factory=list)
     """Weights of clones, for backward; none where they are sent again."""
     again: list[Pending] | None = None
@@ -104,16 +83,7 @@ class _CloneTransit:
     """In backward: both projections with clones behind them, until all chunks have used them."""
 
     def send(self) -> list[Pending]:
-        """Each weight in one exchange, so that what arrives needs no copy."""
-        sent = self.clones.sent
-        received = self.clones.received
-        return [self.link.exchange(self._picked(each), sent, received, "clones") for each in self.own]
-
-    def _picked(self, weight: Tensor) -> Tensor:
-        """Without indices, which the host would have to copy to the device."""
-        weight = weight.detach()
-        experts = self.clones.experts
-        return torch.stack([weight[expert] for expert in experts]) if experts else weight[:0]
+        return self.exchange.send(self.own)
 
     def joined_again(self) -> tuple[Tensor, Tensor]:
         """See :class:`~fsdmoe.kernels.cloned_products.ClonesHere`."""
@@ -127,21 +97,19 @@ class _CloneTransit:
         return self.grads[number].claim()
 
     def send_home(self, gradients: Sequence[Tensor | None]) -> None:
-        sent = self.clones.sent
-        received = self.clones.received
         taken = [sink.take(given) for sink, given in zip(self.grads, gradients, strict=True)]
-        self.homebound = [self.link.exchange(each, received, sent, "clones.backward") for each in taken]
+        self.homebound = self.exchange.send_home(taken)
 
 
 class CloneWeights:
     """Those of one layer's clones on this rank; for the caller alone, no autograd node may hold it."""
 
-    def __init__(self, link: Link, clones: Clones, own: ExpertWeights, *, keep: bool) -> None:
+    def __init__(self, exchange: CloneExchange, own: ExpertWeights, *, keep: bool) -> None:
         """Starts the exchange. To be called before rows are waited for: so in backward gradients are added
         once the experts' own are there, and before the layer is done."""
         sent = tuple(weight for weight in own if weight is not None)
         self._has = [weight is not None for weight in own]
-        self._transit = _CloneTransit(link, clones, sent)
+        self._transit = _CloneTransit(exchange, sent)
         self._keep = keep
         self._handle: Tensor = _Send.apply(self._transit, *sent)
         self._is_waited_for = False
@@ -155,7 +123,7 @@ class CloneWeights:
         self._is_waited_for = True
         transit = self._transit
         *received, self._handle = _Receive.apply(transit, self._handle)
-        if sum(transit.clones.received):
+        if transit.exchange.are_here:
             if self._keep:
                 transit.kept = [weight.detach() for weight in received]
             joined = list(map(_behind, transit.own[:2], received))
@@ -186,30 +154,35 @@ class _Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _handle):
         transit: _CloneTransit = ctx.transit
-        pending, transit.homebound = transit.homebound, []
-        added = [
-            _add_home(wait(), transit.clones.experts, weight, sink)
-            for wait, weight, sink in zip(pending, transit.own, ctx.sinks, strict=True)
+        exchange = transit.exchange
+        homebound, transit.homebound = transit.homebound, None
+        totals = [
+            _OwnGrad(weight, sink, exchange.are_away)
+            for weight, sink in zip(transit.own, ctx.sinks, strict=True)
         ]
-        return None, *added
+        exchange.add_home(homebound, [each.total for each in totals])
+        return None, *[each.for_autograd() for each in totals]
 
 
-def _add_home(gradients_M: Tensor, experts: list[int], weight: Tensor, sink: Any) -> Tensor | None:
-    """Each gradient to that of its expert; what is left for autograd."""
-    if not experts:
-        return None
-    if sink is None:
-        total = torch.zeros(weight.shape, dtype=gradients_M.dtype, device=weight.device)
-    else:
-        claimed = sink.claim()
-        if claimed is None:
-            return None
-        total, accumulate = claimed
-        if not accumulate:
-            total.zero_()
-    for expert, gradient in zip(experts, gradients_M, strict=True):
-        total[expert] += gradient
-    return total.to(weight.dtype) if sink is None else None
+class _OwnGrad:
+    """The gradient of a rank's own weight, for its clones' to be added to."""
+
+    def __init__(self, weight: Tensor, sink: GradSink | None, wanted: bool) -> None:
+        self._dtype = weight.dtype
+        self._is_new = wanted and sink is None
+        self.total: Tensor | None = None
+        """None where nothing is to be added."""
+        if self._is_new:
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self.total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        elif wanted and sink is not None and (claimed := sink.claim()) is not None:
+            self.total, accumulate = claimed
+            if not accumulate:
+                self.total.zero_()
+
+    def for_autograd(self) -> Tensor | None:
+        """What is left for it."""
+        return self.total.to(self._dtype) if self._is_new and self.total is not None else None
 
 
 class _Receive(torch.autograd.Function):

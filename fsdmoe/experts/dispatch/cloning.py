@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.base import UNPACKED, DispatchPlan, Links, Packing, Rows
-from fsdmoe.experts.dispatch.clone_weights import Clones, CloneWeights
+from fsdmoe.experts.dispatch.clone_exchange import CloneExchange, Clones, ClonesByLink
+from fsdmoe.experts.dispatch.clone_weights import CloneWeights
 from fsdmoe.kernels.clone_plan import place_choices, plan_clones
 from fsdmoe.kernels.permute import group_assignments
 
@@ -34,11 +35,12 @@ class ClonePolicy(NamedTuple):
 NO_CLONES = ClonePolicy(0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CloningPlan(DispatchPlan):
     """With what travels in addition to rows."""
 
-    clones: Clones | None = None
+    clones: CloneExchange | None = None
+    """None where nobody has any."""
     weights: CloneWeights | None = None
     """Once they are under way."""
 
@@ -50,7 +52,7 @@ class CloningDispatcher(AllToAllDispatcher):
         self, links: Links, num_experts: int, packing: Packing = UNPACKED, *, policy: ClonePolicy
     ) -> None:
         super().__init__(links, num_experts, packing)
-        self.policy = policy
+        self.clones = policy
         self.num_own_experts = self.num_local_experts
         self.num_local_experts += policy.slots
 
@@ -64,25 +66,28 @@ class CloningDispatcher(AllToAllDispatcher):
         for plan, chunk in super().prepare_chunks(rows, chunks):
             yield self._with_clones(plan, clones), chunk
 
-    def _with_clones(self, plan: DispatchPlan, clones: Callable[[], Clones | None]) -> DispatchPlan:
+    def _with_clones(self, plan: DispatchPlan, clones: Callable[[], CloneExchange | None]) -> DispatchPlan:
         if isinstance(plan, CloningPlan):
             plan.clones = clones()
         return plan
 
-    def _placed(self, rows: Rows) -> tuple[Rows, Callable[[], Clones | None]]:
+    def _placed(self, rows: Rows) -> tuple[Rows, Callable[[], CloneExchange | None]]:
         """Rows with placed ids, and what to call once the host has read the counts of rows."""
         ep = self.links.ep
         permutation = group_assignments(rows.ids_RK, self.num_experts)
         counts_E = torch.diff(permutation.ends_G, prepend=permutation.ends_G.new_zeros(1))
         gathered = ep.gather(counts_E, [self.num_experts] * ep.size, "counts")
         counts_PE = gathered().view(ep.size, self.num_experts)
-        plan = plan_clones(counts_PE, self.policy.slots, self.policy.least_rows)
+        plan = plan_clones(counts_PE, self.clones.slots, self.clones.least_rows)
         placed_RK = place_choices(rows.ids_RK, permutation, counts_PE, plan, ep.rank)
         read = self._start_reading(plan.experts_PS)
 
         @functools.cache
-        def clones() -> Clones | None:
-            return Clones.of(read().tolist(), ep.rank, self.num_experts)
+        def clones() -> CloneExchange | None:
+            experts_PS = read()
+            if bool((experts_PS == self.num_experts).all()):
+                return None
+            return ClonesByLink(ep, Clones.of(experts_PS.tolist(), ep.rank, self.num_experts))
 
         return rows._replace(ids_RK=placed_RK), clones
 

@@ -73,33 +73,46 @@ class FlexDispatcher(Dispatcher):
         return next(self.prepare_chunks(rows, 1))
 
     def prepare_chunks(self, rows: Rows, chunks: int) -> Iterator[tuple[DispatchPlan, Rows]]:
-        state, ids_TK = self.state, rows.ids_RK
         if not self.crosses_ranks:
             yield self._exact.prepare(rows)
             return
+        transport = self._connected(rows.ids_RK)
+        if transport is None:
+            yield from self._exact.prepare_chunks(rows, chunks)
+        else:
+            yield from self._planned_chunks(transport, rows, rows.ids_RK, chunks)
+
+    def _connected(self, ids_TK: Tensor) -> Transport | None:
+        """What moves these rows; None where they take ``all_to_all``."""
+        state = self.state
         if state.is_repeating:
             self._want(ids_TK)
-            yield from self._exact.prepare_chunks(rows, chunks)
-            return
+            return None
         if state.transport is None:
             self._want(ids_TK)
         state.grow(self)
-        transport = state.connect(self.links, ids_TK.device)
+        return state.connect(self.links, ids_TK.device)
+
+    def _planned_chunks(
+        self, transport: Transport, rows: Rows, placed_TK: Tensor, chunks: int
+    ) -> Iterator[tuple[DispatchPlan, Rows]]:
+        """``placed_TK``: ids as ranks count what they compute; the rows' own are for ``all_to_all``."""
         # Bounds are of the whole: which share of it a chunk may bring is known to all ranks alike.
-        limits = chunk_limits(state.tokens, chunks)
-        for limit, chunk in zip(limits, rows.split(chunk_sizes(len(ids_TK), chunks)), strict=True):
-            plan = self._planned(transport, limit, chunk)
+        limits = chunk_limits(self.state.tokens, chunks)
+        sizes = chunk_sizes(len(placed_TK), chunks)
+        for limit, chunk, placed in zip(limits, rows.split(sizes), placed_TK.split(sizes), strict=True):
+            plan = self._planned(transport, limit, placed)
             if plan is not None:
-                yield plan, self._fitted(plan, chunk)
+                yield plan, self._fitted(plan, chunk._replace(ids_RK=placed))
             else:
-                self._want(ids_TK)
+                self._want(chunk.ids_RK)
                 yield self._exact.prepare(chunk)
 
-    def _planned(self, transport: Transport, limit: int, rows: Rows) -> FlexPlan | None:
+    def _planned(self, transport: Transport, limit: int, ids_TK: Tensor) -> FlexPlan | None:
         """Of at most ``limit`` tokens a rank; None if they are checked, and do not fit."""
         state, waits = self.state, self.state.waits
         bounds = self._bounds(transport, limit)
-        plan = transport.plan(rows.ids_RK, self.num_experts, bounds, raises=not waits)
+        plan = transport.plan(ids_TK, self._num_placed, bounds, raises=not waits)
         if not waits:
             return plan
         self.traffic.host_syncs += 1
@@ -109,6 +122,11 @@ class FlexDispatcher(Dispatcher):
         transport.check()
         state.reroute()
         return None
+
+    @property
+    def _num_placed(self) -> int:
+        """Ids on all ranks."""
+        return self.num_local_experts * self.links.ep.size
 
     def _fitted(self, plan: FlexPlan, rows: Rows) -> Rows:
         """Rows with as many ids as the plan's."""

@@ -7,6 +7,9 @@ share it, and it is made once::
     rows      what others deliver: R rows, and their labels          ┐ made by the first layer that runs;
     returned  what comes back: a row for each (token, rank) sent,    │ larger only when larger batches come
               one range for each ETP member; gradients of weights    ┘
+    loads     rows for each expert, of every rank: two tables        ┐
+    clones    weights in this rank's slots for clones                │ with experts.clones
+    grads     their gradients                                        ┘
 
 An exchange is a kernel that writes, a barrier, and a kernel that reads, launched one after the other on a
 stream of their own, without a host that waits; see :mod:`fsdmoe.kernels.triton.exchange_rows`. What is read
@@ -18,6 +21,7 @@ has one in between.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +36,7 @@ from fsdmoe.experts.dispatch.base import Links
 from fsdmoe.experts.dispatch.flex_transport import FlexPlan, Transport, agree, all_or_none
 from fsdmoe.experts.dispatch.transfer import Pending
 from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.clone_plan import ClonePlan
 from fsdmoe.kernels.exchange_plan import Bounds, Places
 
 _ALIGNMENT = 256
@@ -89,7 +94,7 @@ class WrittenTransport(Transport):
         super().__init__(links, device)
         assert links.expert.group is not None
         self._group, self._device, self._blocks = links.expert.group, device, blocks
-        self._kernels, self._rows = all_or_none(partial(_kernels, device), self._group, device)
+        self._kernels, self._rows, self._clones = all_or_none(partial(_kernels, device), self._group, device)
         sources = self.who.num_sources
         sizes = {"pad": 4 * sources, "table": 8 * sources * self.who.num_counts}
         self._control = self._share(sizes)
@@ -107,7 +112,8 @@ class WrittenTransport(Transport):
         self._stream = torch.cuda.Stream(device, priority=-1)
         """All exchanges and plans, in the order in which they were started, which is the same on all ranks.
         Multiprocessors that become free go to them first, and to the next product after that."""
-        nothing = dict.fromkeys(("rows", "labels", "returned", "weights"), 0)
+        areas = ("rows", "labels", "returned", "weights", "loads", "clones", "grads")
+        nothing = dict.fromkeys(areas, 0)
         self._memory = self._share(nothing)
         self._read: set[str] = set()
         """Areas that were read since the last barrier."""
@@ -188,6 +194,75 @@ class WrittenTransport(Transport):
         self.links.traffic.add(phase, 0)
         return [None if out is None else _Underway(out, done, parts) for out in summed]
 
+    def gather_loads(self, ends_E: Tensor) -> Tensor:
+        num_ranks, num_experts = self.who.num_ranks, len(ends_E)
+        self._reserve(loads=2 * 4 * num_ranks * num_experts)
+        counts_PE = ends_E.new_empty(num_ranks, num_experts)
+        with self._beside():
+            table = self._memory.areas["loads"]
+            self._kernels.gather_loads(
+                ends_E, table.addresses, table.own.view(torch.int32), self._barrier, counts_PE
+            )
+            self._read.clear()
+        self.settle()
+        self.links.traffic.add("counts", num_experts * 4 * (num_ranks - 1))
+        return counts_PE
+
+    def send_clones(self, clones: ClonePlan, weights: Sequence[Tensor]) -> list[Pending]:
+        num_slots = clones.experts_PS.shape[1]
+        landed = [each.new_empty(num_slots, *each.shape[1:]) for each in weights]
+        ranges = _ranges(landed)
+        self._reserve(clones=ranges[-1])
+        experts_S = clones.experts_PS[self.who.ep_rank]
+        with self._beside():
+            self._write_to("clones")
+            self._push_clones(clones, weights, ranges)
+            self._wait_for_all()
+            own = self._memory.areas["clones"].own
+            for out, start, end in zip(landed, ranges, ranges[1:], strict=False):
+                self._clones.copy_slots(
+                    own[start:end], out, experts_S, clones.num_experts, self._barrier.missing,
+                    fills=out.dim() == 2,
+                )  # fmt: skip
+            self._read.add("clones")
+            done = self._stream.record_event()
+        self.links.traffic.add("clones", 0)
+        return [_Underway(out, done, weights) for out in landed]
+
+    def add_clones(
+        self, clones: ClonePlan, gradients: Sequence[Tensor], totals: Sequence[Tensor | None]
+    ) -> None:
+        ranges = _ranges(gradients)
+        self._reserve(grads=ranges[-1])
+        experts_S = clones.experts_PS[self.who.ep_rank]
+        missing = self._barrier.missing
+        with self._beside():
+            self._write_to("grads")
+            own = self._memory.areas["grads"].own
+            for gradient, start, end in zip(gradients, ranges, ranges[1:], strict=False):
+                area = own[start:end]
+                self._clones.copy_slots(gradient.contiguous(), area, experts_S, clones.num_experts, missing)
+            self._wait_for_all()
+            self._add_clones(clones, totals, ranges)
+            self._read.add("grads")
+        self.settle()
+        self.links.traffic.add("clones.backward", 0)
+
+    def _push_clones(self, clones: ClonePlan, weights: Sequence[Tensor], ranges: Sequence[int]) -> None:
+        for weight, start, end in zip(weights, ranges, ranges[1:], strict=False):
+            self._clones.push_clones(
+                weight.detach(), clones.experts_PS, self._peers("clones", start, end), self.who.ep_rank,
+                self._blocks,
+            )  # fmt: skip
+
+    def _add_clones(self, clones: ClonePlan, totals: Sequence[Tensor | None], ranges: Sequence[int]) -> None:
+        for total, start, end in zip(totals, ranges, ranges[1:], strict=False):
+            if total is not None:
+                self._clones.add_clones(
+                    total, clones.experts_PS, self._peers("grads", start, end), self._barrier.missing,
+                    self.who.ep_rank, self._blocks,
+                )  # fmt: skip
+
     def _deliver_rows(self, plan: FlexPlan, rows: Tensor, labels: Tensor | None) -> None:
         self._rows.deliver_rows(
             rows, labels, plan.routes_TC2, plan.places, self._peers("rows"), self._peers("labels"), self.who,
@@ -218,9 +293,9 @@ class WrittenTransport(Transport):
         if area in self._read:
             self._wait_for_all()
 
-    def _peers(self, name: str) -> Any:
+    def _peers(self, name: str, start: int = 0, end: int | None = None) -> Any:
         area = self._memory.areas[name]
-        return self._rows.Peers(area.own, area.distances)
+        return self._rows.Peers(area.own[start:end], area.distances)
 
     def _reserve(self, **needed: int) -> None:
         """Make the areas at least so large. All ranks ask for the same."""
@@ -235,17 +310,23 @@ class WrittenTransport(Transport):
         return SharedMemory(sizes, self._group, self._device)
 
 
-def _kernels(device: torch.device) -> tuple[ModuleType, ModuleType]:
+def _kernels(device: torch.device) -> tuple[ModuleType, ModuleType, ModuleType]:
     """Triton is optional: imported once it is wanted."""
     if triton_for(torch.empty(0, device=device)) is None:
         raise RuntimeError("kernels in Triton are switched off, or not for this device")
-    from fsdmoe.kernels.triton import exchange_kernels, exchange_rows
+    from fsdmoe.kernels.triton import exchange_clones, exchange_kernels, exchange_rows
 
-    return exchange_kernels, exchange_rows
+    return exchange_kernels, exchange_rows, exchange_clones
 
 
 def _row_bytes(part: Tensor) -> int:
     return part.shape[1] * part.element_size()
+
+
+def _ranges(slots: Sequence[Tensor]) -> list[int]:
+    """Where each begins in an area that holds all of them, and where the last one ends."""
+    sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in slots]
+    return [0, *itertools.accumulate(sizes)]
 
 
 @dataclass

@@ -29,7 +29,9 @@ from torch import Tensor
 
 from fsdmoe.compat import all_gather
 from fsdmoe.experts.dispatch.base import DispatchPlan, Links
+from fsdmoe.experts.dispatch.clone_exchange import Clones, ClonesByLink
 from fsdmoe.experts.dispatch.transfer import Pending, Transfer
+from fsdmoe.kernels.clone_plan import ClonePlan
 from fsdmoe.kernels.exchange_plan import Bounds, Notes, Places, Who, places_of, take_notes
 from fsdmoe.kernels.permute import RowPermutation, sum_rows, take_rows
 from fsdmoe.kernels.send_order import index_rows
@@ -58,6 +60,7 @@ class Transport(ABC):
     name: ClassVar[str]
     by_source: ClassVar[bool] = False
     """Every source has its own range of the receive buffer."""
+    takes_clones: ClassVar[bool] = True
 
     def __init__(self, links: Links, device: torch.device) -> None:
         self.links = links
@@ -104,6 +107,25 @@ class Transport(ABC):
     @abstractmethod
     def collect(self, plan: FlexPlan, parts: Sequence[Tensor | None], phase: str) -> list[Pending | None]:
         """``[R, W]`` to ``[T, W]``: the sum of what came back for each token."""
+
+    # Clones of experts; without etp, so that sources are EP ranks
+
+    @abstractmethod
+    def gather_loads(self, ends_E: Tensor) -> Tensor:
+        """``[P, E]``: everybody's rows for each expert, from where each expert's end in the order of
+        experts."""
+
+    @abstractmethod
+    def send_clones(self, clones: ClonePlan, weights: Sequence[Tensor]) -> list[Pending]:
+        """Of each of ``weights``, ``[L, ...]``, what belongs in this rank's slots, ``[S, ...]``. A slot that
+        is free holds anything; zeros in biases, which are multiplied by zeros where no row takes them."""
+
+    @abstractmethod
+    def add_clones(
+        self, clones: ClonePlan, gradients: Sequence[Tensor], totals: Sequence[Tensor | None]
+    ) -> None:
+        """Add ``gradients``, ``[S, ...]`` in fp32 of what :meth:`send_clones` brought, to the ``totals`` of
+        those who sent it. The current stream waits."""
 
     def local_labels(self, plan: FlexPlan, labels_RL: Tensor, landed_R: Tensor) -> Tensor:
         """Weights as they are, ids as this rank counts its experts."""
@@ -224,6 +246,7 @@ class PaddedTransport(_ByCollective):
 
     name = "padded"
     by_source = True
+    takes_clones = False
 
     def _starts(self, plan: FlexPlan) -> tuple[Tensor | int, int]:
         piece, num_sources = plan.bounds.rows_per_source, self.who.num_sources
@@ -239,6 +262,17 @@ class PaddedTransport(_ByCollective):
         return self.links.expert.exchange(rows, pieces, pieces, phase)
 
     _exchange_back = _exchange
+
+    def gather_loads(self, ends_E: Tensor) -> Tensor:
+        raise AssertionError("clones over padded exchanges, which the dispatcher refuses")
+
+    def send_clones(self, clones: ClonePlan, weights: Sequence[Tensor]) -> list[Pending]:
+        raise AssertionError("clones over padded exchanges, which the dispatcher refuses")
+
+    def add_clones(
+        self, clones: ClonePlan, gradients: Sequence[Tensor], totals: Sequence[Tensor | None]
+    ) -> None:
+        raise AssertionError("clones over padded exchanges, which the dispatcher refuses")
 
 
 class ReferenceTransport(_ByCollective):
@@ -274,6 +308,38 @@ class ReferenceTransport(_ByCollective):
     def _exchange_back(self, plan: FlexPlan, rows: Tensor, phase: str) -> Pending:
         sent, received = self._splits(plan)
         return self.links.expert.exchange(rows[: sum(received)], received, sent, phase)
+
+    def gather_loads(self, ends_E: Tensor) -> Tensor:
+        counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+        counts_PE = counts_E.new_empty(self.who.num_ranks, len(counts_E))
+        all_gather(counts_PE.view(-1), counts_E, self.links.expert.group)
+        self.links.traffic.add("counts", counts_E.numel() * 4 * (self.who.num_ranks - 1))
+        return counts_PE
+
+    def send_clones(self, clones: ClonePlan, weights: Sequence[Tensor]) -> list[Pending]:
+        num_slots = clones.experts_PS.shape[1]
+
+        def in_slots(wait: Pending) -> Pending:
+            def landed() -> Tensor:
+                found = wait()
+                free = 0.0 if found.dim() == 2 else torch.nan
+                rest = found.new_full((num_slots - len(found), *found.shape[1:]), free)
+                return torch.cat((found, rest))  # free slots come last
+
+            return landed
+
+        return [in_slots(wait) for wait in self._by_link(clones).send(weights)]
+
+    def add_clones(
+        self, clones: ClonePlan, gradients: Sequence[Tensor], totals: Sequence[Tensor | None]
+    ) -> None:
+        by_link = self._by_link(clones)
+        num_taken = sum(by_link.clones.received)
+        by_link.add_home(by_link.send_home([each[:num_taken] for each in gradients]), totals)
+
+    def _by_link(self, clones: ClonePlan) -> ClonesByLink:
+        ep = self.links.ep
+        return ClonesByLink(ep, Clones.of(clones.experts_PS.tolist(), ep.rank, clones.num_experts))
 
 
 def agree(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:

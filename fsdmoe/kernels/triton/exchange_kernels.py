@@ -7,7 +7,7 @@ Barriers are counted on the device, so a captured graph can be replayed. A rank 
 time limit is noted, and from then on nobody waits.
 
 The sums are :func:`fsdmoe.kernels.exchange_plan.places_of`, in one program. Two tables take turns: a rank can
-be one barrier ahead of another, never two.
+be one barrier ahead of another, never two. Before that, clones of experts are planned from other tables.
 """
 
 from __future__ import annotations
@@ -230,3 +230,40 @@ def gather_counts(
         RANKS=next_power_of_2(who.num_ranks), COUNTS=next_power_of_2(who.num_counts), num_warps=1,
     )  # fmt: skip
     return Places.of(numbers, who.num_ranks, who.num_sources)
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["source", "limit_ns", "half_size"])
+def _gather_loads_kernel(
+    ends_ptr, tables_ptr, own_table_ptr, pads_ptr, own_pad_ptr, number_ptr, missing_ptr, out_ptr, source,
+    limit_ns, half_size,
+    NUM_SOURCES: tl.constexpr, NUM_EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(number_ptr) + 1
+    half = (number & 1) * half_size
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < NUM_EXPERTS
+    counts = tl.load(ends_ptr + columns, mask=inside, other=0)
+    counts -= tl.load(ends_ptr + columns - 1, mask=inside & (columns > 0), other=0)
+    for peer in range(NUM_SOURCES):
+        table_ptr = tl.load(tables_ptr + peer).to(tl.pointer_type(tl.int32))
+        tl.store(table_ptr + half + source * NUM_EXPERTS + columns, counts, mask=inside)
+    _wait_for_all(pads_ptr, own_pad_ptr, missing_ptr, number, source, limit_ns, NUM_SOURCES)
+    tl.store(number_ptr, number)
+    for peer in range(NUM_SOURCES):
+        line = tl.load(own_table_ptr + half + peer * NUM_EXPERTS + columns, mask=inside, volatile=True)
+        tl.store(out_ptr + peer * NUM_EXPERTS + columns, line, mask=inside)
+
+
+def gather_loads(
+    ends_E: torch.Tensor, tables: torch.Tensor, own_table: torch.Tensor, barrier: Barrier,
+    out_SE: torch.Tensor,
+) -> None:  # fmt: skip
+    """Everybody's rows for each expert into ``out_SE``, int32, from where each expert's end in the order of
+    experts. ``tables``: the address of every rank's table, whose halves take turns."""
+    num_sources, num_experts = out_SE.shape
+    _gather_loads_kernel[(1,)](
+        ends_E, tables, own_table, barrier.pads, barrier.own_pad, barrier.number, barrier.missing, out_SE,
+        barrier.source, barrier.limit_ns, len(own_table) // 2, NUM_SOURCES=num_sources,
+        NUM_EXPERTS=num_experts, COLUMNS=max(2, next_power_of_2(num_experts)), num_warps=1,
+    )  # fmt: skip

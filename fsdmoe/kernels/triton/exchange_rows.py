@@ -48,7 +48,7 @@ class Peers(NamedTuple):
 
 
 @triton.jit
-def _load_units(x_ptr, units, inside, WORDS: tl.constexpr):
+def load_units(x_ptr, units, inside, WORDS: tl.constexpr):
     at = units.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     return tl.load(x_ptr + at, mask=inside[:, None])
 
@@ -89,7 +89,7 @@ def _deliver_part(
     units = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     for _ in range(tl.program_id(0) * UNITS, end, step):
         inside = units < end
-        values = _load_units(x_ptr, units, inside, WORDS)
+        values = load_units(x_ptr, units, inside, WORDS)
         _deliver_units(
             values, units, inside, routes_ptr, base_ptr, own_ptr, peers_ptr,
             WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS,
@@ -122,10 +122,10 @@ def deliver_rows(
     peers: Peers, label_peers: Peers, who: Who, blocks: int,
 ) -> None:  # fmt: skip
     """To the places of the plan, in all ranks' memory."""
-    words, width, unit = _in_units(x_TW, peers)
+    words, width, unit = in_units(x_TW, peers.own)
     labels, label_width, label_unit = words, 0, 1
     if labels_TL is not None:
-        labels, label_width, label_unit = _in_units(labels_TL, label_peers)
+        labels, label_width, label_unit = in_units(labels_TL, label_peers.own)
     if not words.numel() or not routes_TC2.numel():
         return
     _deliver_kernel[(min(blocks, cdiv(len(words) * width, _UNITS)),)](
@@ -226,7 +226,7 @@ def _return_part(
         units = item * UNITS + tl.arange(0, UNITS)
         first = tl.load(first_ptr + source)
         inside = units < (tl.load(first_ptr + source + 1) - first) * WIDTH
-        values = _load_units(y_ptr + first.to(tl.int64) * WIDTH * WORDS, units, inside, WORDS)
+        values = load_units(y_ptr + first.to(tl.int64) * WIDTH * WORDS, units, inside, WORDS)
         place = offset + tl.load(home_ptr + source).to(tl.int64)
         peer_ptr = own_ptr + tl.load(peers_ptr + source) * words_of_16_bytes
         at = (place * WIDTH + units) * WORDS
@@ -261,8 +261,10 @@ def return_rows(
     some = y_RW if y_RW is not None else weights_RK
     if some is None or not some.numel():
         return
-    words, width, unit = _in_units(some, weight_peers if y_RW is None else peers)
-    weights, weight_width, weight_unit = _in_units(some if weights_RK is None else weights_RK, weight_peers)
+    words, width, unit = in_units(some, (weight_peers if y_RW is None else peers).own)
+    weights, weight_width, weight_unit = in_units(
+        some if weights_RK is None else weights_RK, weight_peers.own
+    )
     width, weight_width = 0 if y_RW is None else width, 0 if weights_RK is None else weight_width
     _return_kernel[(min(blocks, cdiv(len(words) * max(width, weight_width), _UNITS)),)](
         words, weights, places.first_S, places.home_S, peers.own.view(words.dtype),
@@ -325,10 +327,10 @@ def as_words(x_RW: torch.Tensor) -> torch.Tensor:
     return x_RW.view(torch.uint8)
 
 
-def _in_units(rows: torch.Tensor, to: Peers) -> tuple[torch.Tensor, int, int]:
+def in_units(rows: torch.Tensor, area: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """Words of these rows, how many units a row is, and how many words a unit of up to 16 bytes is."""
     words = as_words(rows)
     unit = math.gcd(words.shape[1], 16 // words.element_size())
-    if max(words.nbytes, to.own.nbytes) >= _MAX_UNITS * unit * words.element_size():
+    if max(words.nbytes, area.nbytes) >= _MAX_UNITS * unit * words.element_size():
         raise AssertionError(f"expected less than {_MAX_UNITS} units of rows, which 32 bits count")
     return words, words.shape[1] // unit, unit

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.experts.dispatch import ClonePolicy
-from fsdmoe.mesh import MeshConfig
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch import ClonePolicy, FlexPolicy
+from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.testing import run_ranks
 from tests.behaviour.test_layouts import losses
 from tests.support import parallel_case
-from tests.support.moe_case import Case, Layout, check_layout
+from tests.support.moe_case import Case, Layout, check_case, check_layout
 from tests.support.parallel_case import FEW, compare, one_process, train_parallel
 from tests.support.random_programs import layout as random_layout
 from tests.support.random_programs.draw import Program
@@ -37,12 +38,13 @@ LOADS: tuple[dict[str, Any], ...] = (
 
 
 def cases(*policies: ClonePolicy) -> list[Case]:
-    return [Case("all_to_all", clones=policy, **load) for load in LOADS for policy in policies]
+    ways = ("all_to_all", "flex")
+    return [Case(way, clones=policy, **load) for load in LOADS for policy in policies for way in ways]
 
 
 SAMPLE = [
-    (4, Layout(4), slice(0, None, 3)),
-    pytest.param(4, Layout(2, tp=2), slice(1, None, 5), marks=pytest.mark.full),
+    (4, Layout(4), slice(0, None, 5)),
+    pytest.param(4, Layout(2, tp=2), slice(1, None, 7), marks=pytest.mark.full),
 ]
 EVERY = [
     (world_size, Layout(ep, tp=tp, cp=cp), slice(None))
@@ -62,6 +64,20 @@ def test_a_layer_with_clones_equals_one_process(world_size: int, layout: Layout,
     each = cases(TWO, TWO._replace(keep=False), ClonePolicy(1, 2))[some]
     worst = max(run_ranks(check_layout, world_size, layout, each))
     print(f"{layout}: worst relative error {worst:.1e} over {len(each)} cases")
+
+
+def _tight_and_apart() -> None:
+    meshes = build_meshes(ep=2)
+    for chunks in (1, 3):
+        case = Case("flex", "skewed", clones=TWO, chunks=chunks, flex=FlexPolicy(rows=0.5))
+        errors = check_case(case, meshes)
+        assert max(errors.values()) <= 1e-5, errors
+    with pytest.raises(ConfigError, match="one NVLink domain, got ep 2 over several"):
+        check_case(Case("flex", clones=TWO, flex=FlexPolicy(domain=1)), meshes)
+
+
+def test_rows_that_do_not_fit_are_computed_without_clones() -> None:
+    run_ranks(_tight_and_apart, 2)
 
 
 def test_a_layer_that_is_run_again_exchanges_alike_on_ranks_with_clones_and_without() -> None:

@@ -9,6 +9,7 @@ from fsdmoe.kernels.exchange_plan import Bounds, Notes, Who
 
 pytest.importorskip("triton")
 from fsdmoe.kernels.triton import clone_plan_kernel as clones
+from fsdmoe.kernels.triton import exchange_clones as slots
 from fsdmoe.kernels.triton import exchange_kernels as plan
 from fsdmoe.kernels.triton import exchange_rows as rows
 from tests.support.triton.compile_launches import compiling
@@ -44,6 +45,33 @@ def test_every_kernel_compiles_and_rows_leave_in_16_bytes_at_a_time(architecture
     for kernel in writing[:2]:
         assert "ld.global.v4" in kernel.asm["ptx"]
         assert "st.global.v4" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+def test_clones_travel_in_16_bytes_at_a_time(architecture: int) -> None:
+    num_experts, num_slots = 16, 2
+    addresses = torch.zeros(S, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int32)
+    peers = rows.Peers(torch.zeros(1 << 12, dtype=torch.uint8), addresses)
+    experts_PS = torch.zeros(S, num_slots, dtype=torch.int32)
+    weight, bias = (torch.zeros(num_experts // S, *each, dtype=torch.bfloat16) for each in ((256, D), (D,)))
+    gradient = torch.zeros(num_slots, 256, D)
+    with compiling(architecture) as compiled:
+        barrier = plan.Barrier(addresses, one.repeat(S), one, one, 1, S, 10**9)
+        plan.gather_loads(
+            experts_PS.new_zeros(16), addresses, one.repeat(2 * S * 16), barrier, one.repeat(S, 16)
+        )
+        for each in (weight, bias):
+            slots.push_clones(each, experts_PS, peers, 1, 16)
+            slots.copy_slots(peers.own, each[:num_slots], experts_PS[1], 16, one, fills=each is bias)
+        slots.copy_slots(gradient, peers.own, experts_PS[1], 16, one)
+        for total in (weight, weight.float()):
+            slots.add_clones(total, experts_PS, peers, one, 1, 16)
+    assert len(compiled) == 8
+    for name, kernel in compiled.items():
+        if not name.startswith("_gather"):
+            assert "ld.global" in kernel.asm["ptx"]
+            assert "v4.b32" in kernel.asm["ptx"], name
 
 
 @pytest.mark.full
