@@ -14,7 +14,7 @@ from fsdmoe.context_parallel.config import ContextParallelConfig, Mode
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.data import Batch
-from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
+from fsdmoe.experts.config import BalanceConfig, ExpertsConfig, FlexConfig
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import FSDPConfig, engine_of
 from fsdmoe.memory.config import Activation, MemoryConfig, Part
@@ -195,6 +195,7 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
             sub_batches=layout.sub_batches,
             clones=layout.clones,
             clone_rows=0,
+            flex=FlexConfig(rows=8.0),
         ),
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),

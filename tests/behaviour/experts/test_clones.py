@@ -104,6 +104,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "sub-batches": {"sub_batches": 2},
     "dynamic groups, ranks without rows": {"dynamic": True, "max_tokens": 6},
     "whole gradients": {"shard": "optimizer"},
+    "flex": {"dispatcher": "flex", "micro_batches": 2},
+    "flex, layers recomputed": {"dispatcher": "flex", "recompute": ("layer",), "chunks": 2},
+    "flex, experts recomputed": {"dispatcher": "flex", "recompute": ("experts", "router", "norms")},
+    "flex, ep in two copies": {"dispatcher": "flex", "ep": 2, "shard": "optimizer"},
 }
 
 
@@ -111,8 +115,11 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_model_with_clones_trains_as_one_process(family: str, case: str) -> None:
-    mesh = MeshConfig(dp_shard=4, ep=4) if case != "sub-batches" else MeshConfig(dp_shard=2, ep=2)
-    layout = parallel_case.Layout(mesh, clones=2, **MODELS[case])
+    options = dict(MODELS[case])
+    mesh = MeshConfig(dp_shard=4, ep=options.pop("ep", 4))
+    if case == "sub-batches":
+        mesh = MeshConfig(dp_shard=2, ep=2)
+    layout = parallel_case.Layout(mesh, clones=2, **options)
     for of_rank in run_ranks(train_parallel, mesh.dp_shard, family, layout, FEW, timeout=300.0):
         for optimizer, course in of_rank.items():
             wanted = one_process(family, optimizer, layout.dynamic, layout.num_layers)

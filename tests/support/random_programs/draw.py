@@ -71,6 +71,7 @@ class Program:
         slots, least_rows, keep = self.shape.clones
         found += [f"clones={slots}", f"clone_rows={least_rows}", f"clone_keep={keep}"] if slots else []
         found += [f"chunks={self.shape.chunks}"] if self.shape.chunks > 1 else []
+        found += [f"flex_rows={self.shape.flex_rows:g}"] if self.shape.flex_rows else []
         return found + sorted({f"{kind} over {subset}" for kind, subset in self.optimizers})
 
 
@@ -162,7 +163,9 @@ def draw_exchange(rng: random.Random, shape: Shape, layout: Layout, fsdp: dict[s
     if fsdp.get("cpu_offload"):  # refused with clones
         clones = 0
     policy = clones, rng.choice([0, 0, 1]), rng.random() < 0.7
-    return replace(shape, clones=policy, chunks=rng.choice([1, 1, 2, 3]))
+    chunks = rng.choice([1, 1, 2, 3])
+    flex_rows = rng.choice([0.0, 8.0, 8.0, 0.7]) if clones else 0.0
+    return replace(shape, clones=policy, chunks=chunks, flex_rows=flex_rows)
 
 
 def draw_fsdp(rng: random.Random) -> dict[str, Any]:

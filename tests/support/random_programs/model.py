@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdmoe.experts.dispatch import ClonePolicy
+from fsdmoe.experts.dispatch import ClonePolicy, FlexPolicy
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
@@ -71,6 +71,8 @@ class Shape:
     """As the fields of ``ClonePolicy``: slots a rank, of more rows than so many, kept for backward."""
     chunks: int = 1
     """In how many the sharded model sends rows to experts."""
+    flex_rows: float = 0.0
+    """The bound of ``flex``, by which clones are sent then; 0: by ``all_to_all``."""
 
 
 class Block(nn.Module):
@@ -248,6 +250,7 @@ def split_layers(model: Model, meshes: Meshes) -> None:
                 dispatcher=dispatcher_of(model.shape),
                 chunks=model.shape.chunks,
                 clones=clones,
+                flex=FlexPolicy(model.shape.flex_rows),
             )
             for name, is_trained in trained.items():
                 layer.moe.experts.get_parameter(name).requires_grad_(is_trained)
@@ -255,6 +258,8 @@ def split_layers(model: Model, meshes: Meshes) -> None:
 
 def dispatcher_of(shape: Shape) -> str:
     """One that takes chunks, where there are some; clones have one of their own."""
+    if shape.flex_rows:
+        return "flex"
     return "all_to_all" if shape.chunks > 1 else "auto"
 
 

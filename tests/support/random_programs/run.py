@@ -137,7 +137,7 @@ def smaller_forms(program: AnyProgram) -> Iterator[AnyProgram]:
     for changes in (
         {"recompute": "none"}, {"sided": False}, {"root": False}, {"tied": False}, {"frozen": ()},
         {"embed": "plain"}, {"head": "plain"}, {"parts": ()}, {"dropout": 0.0}, {"attention": False},
-        {"adapters": False}, {"chunks": 1}, {"clones": (0, 0, True)},
+        {"adapters": False}, {"chunks": 1}, {"flex_rows": 0.0}, {"clones": (0, 0, True), "flex_rows": 0.0},
     ):  # fmt: skip
         shape = dataclasses.replace(program.shape, **changes)  # type: ignore[arg-type]
         if shape != program.shape:
