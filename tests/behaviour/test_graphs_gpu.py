@@ -344,6 +344,7 @@ def test_steps_of_adapters_on_a_base_in_codes_are_captured_too(
     [
         ["sharded", "tp"],
         ["flex", "layers"],
+        ["clones", "crowded, clones", "cloned layers"],
         pytest.param(["replicas", "tight", "padded"], marks=pytest.mark.full),
     ],
     ids=str,

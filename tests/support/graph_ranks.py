@@ -33,12 +33,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {"mesh__dp_outer": 2},
     "flex": FLEX,
     "tight": FLEX | {"experts__flex__rows": 2.0, "optim__lr": 1e-4, "train__steps": 12},
+    "clones": FLEX | {"experts__clones": 2, "experts__clone_rows": 0},
+    "crowded, clones": FLEX
+    | {
+        "experts__flex__rows": 1.5,
+        "optim__lr": 1e-4,
+        "train__steps": 12,
+        "experts__clones": 2,
+        "experts__clone_rows": 0,
+    },
     "padded": FLEX | {"experts__flex__domain": 1},
     "layers": {"mesh__ep": 4, "experts__dispatcher": "all_to_all", "train__graphs": "layer"},
+    "cloned layers": {
+        "mesh__ep": 4,
+        "experts__clones": 2,
+        "experts__clone_rows": 0,
+        "train__graphs": "layer",
+    },
 }
 _CROWDED_STEP = 8
-"""In which all tokens go to the same two experts of eight, 2.15 times an even share of rows; "tight" alone
-runs so long."""
+"""In which all tokens go to the same two experts of eight, 2.15 times an even share of rows; those of "tight"
+and "crowded, clones" alone run so long."""
 
 
 @contextlib.contextmanager
@@ -102,6 +117,7 @@ def main() -> None:
         assert figures["replays"] > 0
         assert figures.get("repeated", 0) == before.get("repeated", 0)
         assert name != "tight" or figures["repeated"] > 0
+        assert "clones" not in name or figures["repeated"] == 0
         assert all(map(math.isfinite, replayed)), replayed
         assert worst < 1e-3, (plain, replayed)
     dist.destroy_process_group()

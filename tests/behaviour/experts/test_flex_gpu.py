@@ -68,6 +68,22 @@ def test_a_chunk_is_computed_while_another_is_under_way(results: Path) -> None:
     check(results, "chunks")
 
 
+def test_clones_equal_one_process(results: Path) -> None:
+    check(results, "clones")
+
+
+def test_clones_by_the_kernels_for_bf16_repeat_bit_by_bit_and_nobody_waits(results: Path) -> None:
+    check(results, "clones_bf16")
+
+
+def test_a_captured_layer_with_clones_replays_other_tokens(results: Path) -> None:
+    check(results, "clones_graph")
+
+
+def test_a_model_with_clones_trains_alike_with_checked_buffers(results: Path) -> None:
+    check(results, "clones_model")
+
+
 def test_rows_of_a_rank_that_came_too_late_are_not_used(results: Path) -> None:
     check(results, "late")
 
