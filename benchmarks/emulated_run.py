@@ -19,6 +19,8 @@ asked for and for the same step on one that is free:
         --sub-batches 2 --dispatcher all_to_all by_node                  rows once a rank, and once a node
     python benchmarks/emulated_run.py --loads 1.5 2 --clones 2           uneven loads, without and with clones
     python benchmarks/emulated_run.py --loads runs/loads/bias-128-50 --clones 2      as loads.py recorded them
+    python benchmarks/emulated_run.py --loads 2 --clones 2 --set experts.dispatcher=flex \
+        experts.flex.rows=1.25 train.graphs=step                         clones without a host, in a graph
     python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
 """
 
@@ -213,14 +215,20 @@ class Step:
         return self.ranks.by_rank(loads_LE)[:, 0].tolist()
 
     def clone_gb(self) -> dict[str, float]:
-        """Of a step: what this rank sends as weights of clones, and as gradients of its own clones."""
+        """Of a step: what this rank sends as weights of clones, and as gradients of its own clones; what is
+        counted on the device is both, or what comes to this rank where that is more."""
         layers = [each for each in self.model.modules() if isinstance(each, MoE)]
         counters = {id(each.dispatcher.traffic): each.dispatcher.traffic for each in layers}.values()
         for counter in counters:
             counter.clear()
+        if DEVICE.type == "cuda":
+            self.world.device_side(DEVICE).moved_bytes()
         self()
         phases = ("clones", "clones.backward")
-        return {phase: sum(counter.bytes_sent[phase] for counter in counters) / 1e9 for phase in phases}
+        found = {phase: sum(counter.bytes_sent[phase] for counter in counters) / 1e9 for phase in phases}
+        if DEVICE.type == "cuda":
+            found["clones both ways"] = self.world.device_side(DEVICE).moved_bytes()[1] / 1e9
+        return found
 
 
 @dataclasses.dataclass
@@ -268,7 +276,7 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
         if DEVICE.type == "cuda":
             world.device_side(DEVICE).moved_bytes()
         times = [_timed(step) for _ in range(args.steps)]
-        counted = world.device_side(DEVICE).moved_bytes() / args.steps if DEVICE.type == "cuda" else 0.0
+        counted = world.device_side(DEVICE).moved_bytes()[0] / args.steps if DEVICE.type == "cuda" else 0.0
         traffic = by_kind([*step.records, *world.unseen(counted)])
         exposed = _profiled(step, args, case.name) if args.profile else None
         tokens = args.batch * args.length

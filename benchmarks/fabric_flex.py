@@ -22,6 +22,7 @@ from fsdmoe.experts.dispatch.flex_peer import Area, SharedMemory, WrittenTranspo
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.dispatch.flex_transport import FlexPlan
 from fsdmoe.experts.dispatch.transfer import Pending
+from fsdmoe.kernels.clone_plan import ClonePlan
 from fsdmoe.kernels.exchange_plan import Bounds, Places, Who
 
 KIND = "all_to_all"
@@ -33,10 +34,13 @@ class _OwnMemory(SharedMemory):
     def __init__(self, sizes: dict[str, int], who: Who, device: torch.device) -> None:
         self.sizes = sizes
         strides = {"pad": 4, "table": 4 * who.num_counts}
+        strides["loads"] = sizes.get("loads", 0) // (2 * who.num_sources)  # of one layer size alone
         self.areas = {}
         for name, size in sizes.items():
             own = torch.zeros(max(size, 16), dtype=torch.uint8, device=device)
             steps = torch.arange(who.num_sources, device=device) * strides.get(name, 0)
+            if name == "clones":  # products of zeros draw less power, and take less time
+                own.view(torch.bfloat16).normal_(std=0.02)
             self.areas[name] = Area(own, own.data_ptr() + steps, torch.zeros_like(steps))
 
 
@@ -54,10 +58,19 @@ class FabricTransport(WrittenTransport):
 
     def gather_counts(self, counts_C: Tensor, bounds: Bounds, raises: bool) -> tuple[Tensor, Places]:
         found = super().gather_counts(counts_C, bounds, raises)
+        self._take_latency()
+        return found
+
+    def gather_loads(self, ends_E: Tensor) -> Tensor:
+        found = super().gather_loads(ends_E)
+        self._take_latency()
+        self.settle()
+        return found
+
+    def _take_latency(self) -> None:
         fabric = self._world.fabric
         if not fabric.is_free:
             self._timed.run(self._stream, KIND, None, None, num_sms=1, seconds=(0.0, 0.0, fabric.latency))
-        return found
 
     def deliver(self, plan: FlexPlan, parts: Sequence[Tensor], phase: str) -> list[Pending]:
         found = super().deliver(plan, parts, phase)
@@ -94,6 +107,22 @@ class FabricTransport(WrittenTransport):
         given = [(name, part.contiguous()) for name, part in named if part is not None]
         parts = [(self._memory.areas[name].own.data_ptr(), part.data_ptr(), part) for name, part in given]
         self._start(plan, parts, homeward=True)()
+
+    def _push_clones(self, clones: ClonePlan, weights: Sequence[Tensor], ranges: Sequence[int]) -> None:
+        self._move_clones(clones, sum(each[0].nbytes for each in weights))
+
+    def _add_clones(self, clones: ClonePlan, totals: Sequence[Tensor | None], ranges: Sequence[int]) -> None:
+        self._move_clones(clones, sum(4 * each[0].numel() for each in totals if each is not None))
+        super()._add_clones(clones, totals, ranges)  # of what this rank has for others, as fast as it can
+
+    def _move_clones(self, clones: ClonePlan, num_bytes: int) -> None:
+        fabric = self._world.fabric
+        self._timed.clones(
+            self._stream, KIND, clones.experts_PS, clones.num_experts, num_bytes=num_bytes,
+            num_sms=self._world.num_sms,
+            seconds_per_byte=0.0 if fabric.is_free else 1 / fabric.nvlink,
+            latency=0.0 if fabric.is_free else fabric.latency,
+        )  # fmt: skip
 
     def _start(
         self, plan: FlexPlan, parts: Sequence[tuple[int, int, Tensor]], *, homeward: bool

@@ -149,13 +149,40 @@ extern "C" __global__ void __launch_bounds__(512) KERNEL(
 """
 )
 
+_CLONES_SOURCE = (
+    _COMMON
+    + """
+// Clones by a plan: experts[c] is in slot c % num_slots of rank c / num_slots. Of this rank as many leave as
+// slots of others hold its experts, and as many come as its own slots are taken.
+extern "C" __global__ void __launch_bounds__(512) KERNEL(
+    u64* state, u64* moved_bytes, int* experts, int slot_index, int num_ranks, int num_slots,
+    int num_experts, double bytes, double ns_per_byte, double latency_ns
+) {
+    if (threadIdx.x == 0) {
+        u64* slot = state + 2 + 2 * slot_index;
+        u64 sent = 0, received = 0;
+        for (int c = 0; c < num_ranks * num_slots; c++) {
+            if (experts[c] < num_experts / num_ranks) sent++;
+            if (c < num_slots && experts[c] < num_experts) received++;
+        }
+        const u64 moved = (u64)((sent > received ? sent : received) * bytes);
+        const u64 end = booked(state, slot, (u64)(moved * ns_per_byte), 0, (u64)latency_ns);
+        if (blockIdx.x == 0) atomicAdd(moved_bytes, moved);
+        wait_until(end, slot);
+    }
+    __syncthreads();
+}
+"""
+)
+
 
 class Timed:
     """Launches transfers on the current stream of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._state = torch.zeros(2 + 2 * NUM_SLOTS, dtype=torch.int64, device=device)
-        self._moved = torch.zeros(1, dtype=torch.int64, device=device)
+        self._moved = torch.zeros(2, dtype=torch.int64, device=device)
+        """Of rows, and of clones."""
         self._number = 0
         self._all_sms = 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -195,11 +222,22 @@ class Timed:
         launch(1, 0, 1)
         return lambda: launch(num_sms or self._all_sms, SHARED_BYTES if num_sms else 0, 0)
 
-    def moved_bytes(self) -> int:
-        """Of rows that only the device counted, since it was last asked. The host waits."""
-        moved = int(self._moved)
+    def clones(
+        self, stream: torch.cuda.Stream, kind: str, experts_PS: torch.Tensor, num_experts: int, *,
+        num_bytes: int, num_sms: int | None, seconds_per_byte: float, latency: float,
+    ) -> None:  # fmt: skip
+        """Be done once clones of ``num_bytes`` each have come and gone."""
+        pointers = self._state.data_ptr(), self._moved[1:].data_ptr(), experts_PS.data_ptr()
+        numbers = self._next_slot(), *experts_PS.shape, num_experts
+        costs = num_bytes, 1e9 * seconds_per_byte, 1e9 * latency
+        shared_bytes = SHARED_BYTES if num_sms else 0
+        _clones_kernel(kind).launch(stream, num_sms or 1, shared_bytes, (*pointers, *numbers, *costs))
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Of rows that only the device counted, and of clones, since it was last asked. The host waits."""
+        rows, clones = self._moved.tolist()
         self._moved.zero_()
-        return moved
+        return rows, clones
 
     def _next_slot(self) -> int:
         self._number = (self._number + 1) % NUM_SLOTS
@@ -215,6 +253,7 @@ class RowsPart(NamedTuple):
 
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 3, ctypes.c_int, *[ctypes.c_double] * 5)
+_CLONES_ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int] * 4, *[ctypes.c_double] * 3)
 _ROWS_ARGUMENTS = (*[ctypes.c_void_p] * 8, *[ctypes.c_int] * 4, *[ctypes.c_double] * 4)
 
 
@@ -247,3 +286,8 @@ def _kernel(kind: str) -> _Kernel:
 @functools.cache
 def _rows_kernel(kind: str) -> _Kernel:
     return _Kernel(_ROWS_SOURCE, f"fabric_{kind}", _ROWS_ARGUMENTS)
+
+
+@functools.cache
+def _clones_kernel(kind: str) -> _Kernel:
+    return _Kernel(_CLONES_SOURCE, f"fabric_{kind}", _CLONES_ARGUMENTS)

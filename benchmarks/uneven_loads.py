@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fsdmoe.experts.dispatch import ClonePolicy, clone_weights, cloning
+from fsdmoe.experts.dispatch import ClonePolicy, clone_exchange, cloning, flex_cloning
 from fsdmoe.experts.routing_file import Recording
 from fsdmoe.kernels.clone_plan import ClonePlan, plan_clones
 from fsdmoe.kernels.permute import RowPermutation
@@ -156,11 +156,11 @@ def place_as_one_of_many(
     return placed_TK.masked_fill(ids_TK < 0, -1)
 
 
-def _picked(transit: clone_weights._CloneTransit, weight: Tensor) -> Tensor:
+def _picked(exchange: clone_exchange.ClonesByLink, weight: Tensor) -> Tensor:
     """Experts to send. Where a rank only receives, what it receives is filled with one of its own: products
     of zeros draw less power, and take less time."""
     weight = weight.detach()
-    return torch.stack([weight[expert] for expert in transit.clones.experts or [0]])
+    return torch.stack([weight[expert] for expert in exchange.clones.experts or [0]])
 
 
 @contextlib.contextmanager
@@ -168,6 +168,7 @@ def emulated_clones() -> Iterator[None]:
     """Clones as they are between ranks that are all the same."""
     with (
         mock.patch.object(cloning, "place_choices", place_as_one_of_many),
-        mock.patch.object(clone_weights._CloneTransit, "_picked", _picked),
+        mock.patch.object(flex_cloning, "place_choices", place_as_one_of_many),
+        mock.patch.object(clone_exchange.ClonesByLink, "_picked", _picked),
     ):
         yield

@@ -16,8 +16,9 @@ import torch
 import uneven_loads
 
 from fsdmoe.experts.balance import count_choices
-from fsdmoe.experts.dispatch import ClonePolicy, Links, Rows, build_dispatcher
+from fsdmoe.experts.dispatch import ClonePolicy, FlexPolicy, Links, Rows, build_dispatcher
 from fsdmoe.experts.dispatch.clone_weights import CloneWeights
+from fsdmoe.experts.dispatch.flex_transport import FlexPlan
 from fsdmoe.experts.router import select_top_k
 from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.routing_file import save_routed_experts
@@ -89,15 +90,40 @@ def test_clones_of_the_emulated_world_get_the_rows_of_the_plan(role: str, chunks
         plans: Any = [plan for plan, _ in d.prepare_chunks(rows, chunks)]
         world.records.clear()
         own = ExpertWeights(torch.ones(8, 10, 4), torch.ones(8, 4, 5), None, None)
-        received = CloneWeights(links.ep, plans[0].clones, own, keep=True).wait()
+        received = CloneWeights(plans[0].clones, own, keep=True).wait()
         (load, _) = (record.load for record in world.records)
     # Every chunk has its share; those of 512 rows are off by a few.
     for plan in plans:
         assert chunks * plan.max_rows == pytest.approx(mine * even, rel=0.06, abs=100)
-    clones = plans[0].clones
+    clones = plans[0].clones.clones
     assert load.nvlink == 160 * max(sum(clones.sent), sum(clones.received)) > 0
     assert (received is not None) == bool(sum(clones.received)) == (role == uneven_loads.HOST)
     if received is not None:
         joined: ExpertWeights = received.args[0]  # type: ignore[attr-defined]
         assert len(joined.down_EDN) == 8 + sum(clones.received)
         assert all(bool((weight == 1).all()) for weight in joined[:2]), "weights of clones are not zeros"
+
+
+@pytest.mark.parametrize("role", [uneven_loads.BUSIEST, uneven_loads.HOST])
+def test_rows_of_the_plan_fit_small_buffers_of_flex(role: str) -> None:
+    loads_LE = uneven_loads.seen_by(role, uneven_loads.loads_of("1.7", 1, 64, RANKS), RANKS, TWO)
+    ids_TK = routed(loads_LE[0])
+    mine = RANKS.after_cloning(count_choices(ids_TK, 64), TWO)[0][0, 0].item()
+    fits = {}
+    with (
+        fabric_group.emulated_fabric(fabric.FABRICS_BY_NAME["node"]),
+        uneven_loads.emulated_clones(),
+    ):
+        links = Links.of(fabric_group.fabric_meshes(MeshConfig(ep=8), "cpu"))
+        for clones in (TWO, NONE):
+            d: Any
+            d, _ = build_dispatcher(
+                "flex", links, num_experts=64, top_k=4, flex=FlexPolicy(1.25), clones=clones
+            )
+            rows = Rows(torch.randn(RANKS.tokens, 8), torch.rand(ids_TK.shape), ids_TK)
+            plan, _ = d.prepare(rows)
+            fits[clones] = isinstance(plan, FlexPlan)
+            if fits[clones]:
+                received = plan.table_SC[:, links.ep.size].sum().item()
+    assert fits == {TWO: True, NONE: False}
+    assert received == pytest.approx(mine * RANKS.tokens * RANKS.top_k, rel=0.03)
