@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import even_routing
 import fabric
 import fabric_group
+import flex_rows
 import torch
 import uneven_loads
 
@@ -127,3 +128,22 @@ def test_rows_of_the_plan_fit_small_buffers_of_flex(role: str) -> None:
                 received = plan.table_SC[:, links.ep.size].sum().item()
     assert fits == {TWO: True, NONE: False}
     assert received == pytest.approx(mine * RANKS.tokens * RANKS.top_k, rel=0.03)
+
+
+@pytest.mark.parametrize("count", [48, pytest.param(2000, marks=pytest.mark.full)])
+def test_two_clones_a_rank_fit_buffers_a_quarter_above_an_even_share(count: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    shapes = [(128, 8, 8), (64, 8, 8), (256, 8, 32), (8, 2, 4)]  # experts, choices, ranks
+    needed = torch.zeros(count, 2)
+    for number in range(count):
+        num_experts, top_k, ep = shapes[number % len(shapes)]
+        skew = (0.3, 0.6, 1.0, 1.25)[number // len(shapes) % 4]
+        loads_E = skew * torch.randn(num_experts, generator=random)
+        noise_TE = -(-torch.rand(4096, num_experts, generator=random).log()).log()
+        ids_TK = (loads_E + noise_TE).topk(top_k).indices  # without repetition, by their loads
+        least_rows = len(ids_TK) * top_k // ep // 128
+        for column, clones in enumerate((NONE, TWO._replace(least_rows=least_rows))):
+            needed[number, column] = flex_rows.needed_rows(ids_TK, num_experts, ep, clones)
+    print(f"largest {needed.amax(0).tolist()}, above 1.25: {(needed > 1.25).sum(0).tolist()} of {count}")
+    assert (needed[:, 0] > 2).any(), "without clones, not even twice an even share is enough"
+    assert (needed[:, 1] <= 1.25).all()
