@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.kernels.triton import exchange_clones, exchange_kernels
+from fsdmoe.experts.dispatch.base import Links
+from fsdmoe.experts.dispatch.flex_peer import Area, WrittenTransport
+from fsdmoe.experts.dispatch.flex_transport import Transport
+from fsdmoe.kernels.clone_plan import ClonePlan
+from fsdmoe.kernels.triton import exchange_clones, exchange_kernels, exchange_rows
 from fsdmoe.kernels.triton.exchange_clones import add_clones, copy_slots, push_clones
 from fsdmoe.kernels.triton.exchange_kernels import Barrier, gather_loads
 from tests.support.triton.long_exchange_cases import aligned, peers_of
@@ -104,3 +112,72 @@ def test_every_rank_finds_the_rows_of_all_for_each_expert(monkeypatch: pytest.Mo
     assert torch.equal(found_PE, counts_PE)
     for table in tables:
         assert (table[: P * E + 5] == -1).all(), "the half of even numbers"
+
+
+class _Own:
+    """Shared memory of a rank that is alone."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.areas = {}
+        for name, size in sizes.items():
+            (own,) = aligned(max(size, 1), 1)
+            addresses = torch.tensor([own.data_ptr()])
+            self.areas[name] = Area(own[:size], addresses, torch.zeros_like(addresses))
+
+
+class _Alone(WrittenTransport):
+    """The written transport of one rank, whose clones are its own, without streams."""
+
+    def __init__(self) -> None:
+        Transport.__init__(self, Links.alone(), torch.device("cpu"))
+        self._kernels, self._rows, self._clones = exchange_kernels, exchange_rows, exchange_clones
+        pad, number, missing = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
+        self._barrier = Barrier(torch.tensor([pad.data_ptr()]), pad, number, missing, 0, 1, 10)
+        self._blocks = BLOCKS
+        self._device = torch.device("cpu")
+        self._stream = mock.Mock()
+        self._read = set()
+        self._memory = self._share(dict.fromkeys(("loads", "clones", "grads"), 0))
+
+    def _share(self, sizes: dict[str, int]) -> Any:
+        return _Own(sizes)
+
+    def _beside(self) -> Any:
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        pass
+
+
+def test_the_written_transport_brings_clones_to_their_slots_and_gradients_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange_kernels, "globaltimer", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock)
+    alone = _Alone()
+    counts = torch.tensor([3, 0, 4], dtype=torch.int32)
+    plan = ClonePlan(torch.tensor([[1, 3]], dtype=torch.int32), counts.new_zeros(5), counts.new_zeros(5))
+    assert plan.num_experts == 3
+    random = torch.Generator().manual_seed(1)
+    for _ in range(2):  # areas are used again
+        assert alone.gather_loads(counts.cumsum(0).int()).tolist() == [[3, 0, 4]]
+        weights = [torch.randn(3, *shape, generator=random) for shape in ((6, 4), (4, 3), (6,))]
+        landed = [wait() for wait in alone.send_clones(plan, weights)]
+        for weight, slots in zip(weights, landed, strict=True):
+            assert torch.equal(slots[0], weight[1])
+        assert not landed[2][1].any(), "of a free slot the bias is zero"
+        gradients = [torch.randn(2, *each.shape[1:], generator=random) for each in weights]
+        totals = [torch.zeros_like(weights[0]), None, torch.ones_like(weights[2])]
+        alone.add_clones(plan, gradients, totals)
+        for total, gradient in ((totals[0], gradients[0]), (totals[2], gradients[2] + 1)):
+            assert total is not None
+            assert torch.equal(total[1], gradient[0])
+        assert not totals[0][[0, 2]].any()
+        assert (totals[2][[0, 2]] == 1).all()
+    # Of each round: counts, weights, gradients; an area is not written before all have read it.
+    assert int(alone._barrier.number) == 2 * 3
+    alone.send_clones(plan, weights)
+    alone.send_clones(plan, weights)
+    assert int(alone._barrier.number) == 2 * 3 + 1 + 2
