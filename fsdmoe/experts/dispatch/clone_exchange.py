@@ -18,8 +18,8 @@ class CloneExchange(Protocol):
     """Clones of one layer. All ranks call the same in the same order."""
 
     @property
-    def are_here(self) -> bool:
-        """Whether this rank may have clones."""
+    def num_here(self) -> int:
+        """Clones that this rank has, or has room for: M."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class CloneExchange(Protocol):
         ...
 
     def send(self, weights: Sequence[Tensor]) -> list[Pending]:
-        """Of each of this rank's ``weights`` what is sent here: ``[M, ...]``, a clone's each."""
+        """Of each of this rank's ``weights`` what is sent here: ``[M, ...]``."""
         ...
 
     def send_home(self, gradients: Sequence[Tensor]) -> Any:
@@ -72,8 +72,8 @@ class ClonesByLink:
     clones: Clones
 
     @property
-    def are_here(self) -> bool:
-        return sum(self.clones.received) > 0
+    def num_here(self) -> int:
+        return sum(self.clones.received)
 
     @property
     def are_away(self) -> bool:

@@ -89,7 +89,7 @@ class _CloneTransit:
         """See :class:`~fsdmoe.kernels.cloned_products.ClonesHere`."""
         if self.joined is None:
             received = self.kept if self.again is None else [wait() for wait in self.again]
-            gate_up, down, *_ = map(_behind, self.own, received)
+            gate_up, down = map(_behind, self.own[:2], received)
             self.joined = gate_up, down
         return self.joined
 
@@ -122,11 +122,15 @@ class CloneWeights:
             return self._mlp
         self._is_waited_for = True
         transit = self._transit
+        num_here = transit.exchange.num_here
+        # Own ones are copied while rows and clones are under way.
+        joined = [_with_room(weight, num_here) for weight in transit.own[:2]] if num_here else []
         *received, self._handle = _Receive.apply(transit, self._handle)
-        if transit.exchange.are_here:
+        if num_here:
             if self._keep:
                 transit.kept = [weight.detach() for weight in received]
-            joined = list(map(_behind, transit.own[:2], received))
+            for both, clones in zip(joined, received, strict=False):
+                both[-num_here:] = clones.detach()
             joined += [torch.cat(pair) for pair in zip(transit.own[2:], received[2:], strict=True)]
             weights = ExpertWeights._make(joined.pop(0) if has else None for has in self._has)
             self._mlp = functools.partial(experts_mlp_cloned, weights, transit)
@@ -135,6 +139,14 @@ class CloneWeights:
     def tie(self, y_RD: Tensor) -> Tensor:
         """``y_RD``, whose backward leads to this exchange's on every rank."""
         return _Tie.apply(self._transit, self._keep, y_RD, self._handle)
+
+
+def _with_room(own: Tensor, num_clones: int) -> Tensor:
+    """A copy, with room for clones behind it."""
+    own = own.detach()
+    joined = own.new_empty(len(own) + num_clones, *own.shape[1:])
+    joined[: len(own)] = own
+    return joined
 
 
 def _behind(own: Tensor, clones: Tensor) -> Tensor:

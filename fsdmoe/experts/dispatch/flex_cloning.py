@@ -39,8 +39,11 @@ class ClonesInSlots:
 
     transport: Transport
     plan: ClonePlan
-    are_here = True
     are_away = True
+
+    @property
+    def num_here(self) -> int:
+        return self.plan.experts_PS.shape[1]
 
     def send(self, weights: Sequence[Tensor]) -> list[Pending]:
         return self.transport.send_clones(self.plan, weights)
