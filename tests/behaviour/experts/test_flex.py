@@ -175,6 +175,8 @@ COURSES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     # Two MoE layers, so the third of four micro-batches makes the fifth and the sixth call.
     "one rank, third micro-batch": (FLEX | {"experts__flex__rows": 8.0}, (4,), 1),
     "two nodes": (FLEX | {"experts__flex__rows": 0.5, "experts__flex__domain": 1}, (), 2),
+    # Repeated steps have no clones.
+    "clones": (FLEX | {"experts__flex__rows": 0.5, "experts__clones": 2, "experts__clone_rows": 0}, (), 2),
     "recomputed": (FLEX | {"experts__flex__rows": 0.5, "memory__recompute": "layer"}, (), 2),
 }
 
@@ -184,7 +186,7 @@ COURSES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     [
         ["one rank, third micro-batch"],
         # graphs/test_micro_batches.py has steps that are repeated since their rows do not fit.
-        pytest.param(["tight", "roomy", "two nodes", "recomputed"], marks=pytest.mark.full),
+        pytest.param(["tight", "roomy", "two nodes", "recomputed", "clones"], marks=pytest.mark.full),
     ],
     ids=str,
 )
