@@ -92,8 +92,11 @@ def needed_rows(ids_TK: Tensor, num_experts: int, ep: int, clones: ClonePolicy =
     with kernels("torch"):
         placed_TK = placed(ids_TK.long(), num_experts, ep, clones) if clones.slots else ids_TK.long()
         counts_C = index_rows(placed_TK, ep, num_experts // ep + clones.slots)[-1]
+    pairs = int(counts_C[ep : 2 * ep].max()) / (num_tokens * top_k / ep)
+    if clones.slots:
+        return pairs  # buffers hold as many rows
     rows = int(counts_C[:ep].max()) / (num_tokens * ExpertLayout(num_experts, top_k, ep).rank_probability)
-    return max(rows, int(counts_C[ep : 2 * ep].max()) / (num_tokens * top_k / ep))
+    return max(rows, pairs)
 
 
 def placed(ids_TK: Tensor, num_experts: int, ep: int, clones: ClonePolicy) -> Tensor:

@@ -5,13 +5,16 @@ how many rows there are for each expert, and to the exchange of rows a rank simp
 and gradients of clones have a fixed place, S slots on every rank: which of them are taken is told by the plan
 on the device, and nothing is moved for those that are free::
 
-    loads       rows for each expert, to all ranks; the plan, and placed ids       one barrier
-    rows        as without clones                                                  (flex.py)
-    clones      owners write weights into slots of others                          one barrier
+    loads       rows for each expert, to all ranks; the plan, and placed ids     one barrier
+    rows        as without clones                                                (flex.py)
+    clones      owners write weights into slots of others                        one barrier
                 ── experts' compute, L + S of them ──
-    backward    gradients into own slots; owners read and add them                 one barrier
+    backward    gradients into own slots; owners read and add them               one barrier
 
-Rows that do not fit take ``all_to_all`` without clones: they need no buffers of a fixed size.
+Clones even out the (row, expert) pairs of ranks, not their rows: experts that routers choose together may
+come to several ranks, and a token is more rows then. So buffers hold as many rows as pairs, or those of all
+tokens if these are fewer. What does not fit takes ``all_to_all`` without clones, whose buffers have no fixed
+size.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from fsdmoe.experts.dispatch.flex_state import FlexPolicy, stays_in_domain
 from fsdmoe.experts.dispatch.flex_transport import FlexPlan, Transport
 from fsdmoe.experts.dispatch.transfer import Pending
 from fsdmoe.kernels.clone_plan import ClonePlan, place_choices, plan_clones
+from fsdmoe.kernels.exchange_plan import Bounds
 from fsdmoe.kernels.permute import group_assignments
 
 
@@ -101,6 +105,11 @@ class FlexCloningDispatcher(FlexDispatcher):
             if isinstance(plan, FlexPlan):
                 plan = FlexCloningPlan(**vars(plan), clones=clones)
             yield plan, chunk
+
+    def _bounds(self, transport: Transport, tokens: int) -> Bounds:
+        bounds = super()._bounds(transport, tokens)
+        most_rows = min(tokens * transport.who.num_sources, bounds.pairs)
+        return bounds._replace(rows=max(bounds.rows, most_rows))
 
     def _placed(self, transport: Transport, ids_TK: Tensor) -> tuple[Tensor, ClonesInSlots]:
         permutation = group_assignments(ids_TK, self.num_experts)
