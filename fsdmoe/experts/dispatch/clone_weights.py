@@ -75,8 +75,10 @@ class _CloneTransit:
     grads: list[_CloneGrad] = field(default_factory=list)
     homebound: Any = None
     """Gradients under way, as the exchange knows them."""
+    keeps: bool = True
+    """Backward has weights of clones from forward; those that follow the first one do not."""
     kept: list[Tensor] = field(default_factory=list)
-    """Weights of clones, for backward; none where they are sent again."""
+    """These weights; none where they are sent again."""
     again: list[Pending] | None = None
     """Under way, or here, for the second time."""
     joined: tuple[Tensor, Tensor] | None = None
@@ -109,8 +111,7 @@ class CloneWeights:
         once the experts' own are there, and before the layer is done."""
         sent = tuple(weight for weight in own if weight is not None)
         self._has = [weight is not None for weight in own]
-        self._transit = _CloneTransit(exchange, sent)
-        self._keep = keep
+        self._transit = _CloneTransit(exchange, sent, keeps=keep)
         self._handle: Tensor = _Send.apply(self._transit, *sent)
         self._is_waited_for = False
         self._mlp: ExpertFunction | None = None
@@ -127,7 +128,7 @@ class CloneWeights:
         joined = [_with_room(weight, num_here) for weight in transit.own[:2]] if num_here else []
         *received, self._handle = _Receive.apply(transit, self._handle)
         if num_here:
-            if self._keep:
+            if transit.keeps:
                 transit.kept = [weight.detach() for weight in received]
             for both, clones in zip(joined, received, strict=False):
                 both[-num_here:] = clones.detach()
@@ -138,7 +139,7 @@ class CloneWeights:
 
     def tie(self, y_RD: Tensor) -> Tensor:
         """``y_RD``, whose backward leads to this exchange's on every rank."""
-        return _Tie.apply(self._transit, self._keep, y_RD, self._handle)
+        return _Tie.apply(self._transit, y_RD, self._handle)
 
 
 def _with_room(own: Tensor, num_clones: int) -> Tensor:
@@ -212,6 +213,7 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         transit: _CloneTransit = ctx.transit
+        transit.keeps = False
         transit.kept = []
         transit.again = None
         transit.joined = None
@@ -221,9 +223,8 @@ class _Receive(torch.autograd.Function):
 
 class _Tie(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit: _CloneTransit, keep: bool, y_RD, handle):
+    def forward(ctx, transit: _CloneTransit, y_RD, handle):
         ctx.transit = transit
-        ctx.keep = keep
         ctx.save_for_backward(handle)
         return y_RD.view_as(y_RD)
 
@@ -234,6 +235,6 @@ class _Tie(torch.autograd.Function):
         # Where the layer is run again in backward, that begins here on all ranks: it exchanges counts and
         # rows, and a rank without clones would do so only after the gradients of clones, others before.
         _ = ctx.saved_tensors
-        if not ctx.keep and transit.again is None:
+        if not transit.keeps and transit.again is None:
             transit.again = transit.send()
-        return None, None, dy_RD, dy_RD.new_empty(0)
+        return None, dy_RD, dy_RD.new_empty(0)

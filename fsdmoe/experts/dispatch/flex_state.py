@@ -81,7 +81,8 @@ class FlexState:
     def connect(self, links: Links, device: torch.device) -> Transport:
         """The transport, made by the first layer that runs. Collective."""
         if self.transport is None:
-            self.transport = build_transport(links, device, self.policy)
+            with torch.inference_mode(False):  # or training could not write its notes
+                self.transport = build_transport(links, device, self.policy)
             logger.info("experts: flex, transport %s", self.transport.name)
         return self.transport
 

@@ -97,6 +97,25 @@ def test_a_layer_that_is_run_again_exchanges_alike_on_ranks_with_clones_and_with
         assert len(verdict.done) == 2
 
 
+def test_a_backward_may_run_twice_and_an_evaluation_in_inference_mode_may_come_first() -> None:
+    precision = {"param_dtype": "float32", "reduce_dtype": "float32"}
+    twice = (("forward", 2, 84, "full"), ("backward", 2, True, 0.5, True), ("backward", 2, False, 0.5, True))
+    ops = (("eval", "inference", 49, "full"), *twice, ("micro", 22, "full", True))
+    programs = [
+        Program(
+            random_layout.Layout(2, ep=2),
+            precision=precision,
+            shape=Shape(layers=("moe",), plan=(0,), clones=(2, 0, keep), flex_rows=flex_rows),
+            ops=ops,
+        )
+        for flex_rows in (0.0, 8.0)
+        for keep in (True, False)
+    ]
+    for verdict in run_programs(list(programs), timeout=15.0):
+        assert not verdict.problem
+        assert len(verdict.done) == len(ops)
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "two micro-batches": {"micro_batches": 2},
     "layers recomputed": {"recompute": ("layer",), "chunks": 2},
