@@ -27,7 +27,8 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        names = sorted(packaged.stem for packaged in PACKAGED.glob("*.toml"))
+        files = sorted(PACKAGED.rglob("*.toml"), key=lambda file: (len(file.parts), file))
+        names = [file.relative_to(PACKAGED).with_suffix("").as_posix() for file in files]
         fix = near_file(path) or f"give a file, or a packaged one by its name: {', '.join(names)}"
         problems.append(f"--config: no file at {path!r}; {fix}")
     except IsADirectoryError:

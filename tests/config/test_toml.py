@@ -113,6 +113,7 @@ def test_a_packaged_configuration_goes_by_its_name_from_any_folder(
     assert not problems
     assert read_toml("mine.toml", problems) == {}
     assert "packaged one by its name: deepseek-v3, " in problems[0]
+    assert ", clusters/qwen3-235b-a22b-256xh100-bf16" in problems[0]
 
 
 def test_a_file_goes_before_a_packaged_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
