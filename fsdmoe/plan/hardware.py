@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.rules import choice_like, nearest
+from fsdmoe.rules import nearest
 
 GIB = 2**30
 TERA = 1e12
@@ -156,16 +156,26 @@ def gpu_asked(text: str) -> Gpu:
             return GPUS[text]
         raise ConfigError(
             f"--gpu: expected memory in GB (48), or one of {', '.join(GPUS)}, got {text!r}; "
-            f"{choice_like(text, list(GPUS)) or 'choose one of them'}"
+            f"{_gpu_meant(text)}"
         )
     usable = int(float(memory[1]) * 0.99 * GIGA)  # the driver keeps a little
     return replace(_H200, name=f"a GPU of {float(memory[1]):g} GB", memory=usable, is_measured=False)
 
 
+def _gpu_meant(text: str) -> str:
+    """What to write for a GPU that is there under another spelling. A letter or digit that differs makes it
+    another GPU, which is none's slip: V100, H100."""
+    for name in GPUS:
+        spelt = name.removeprefix("rtx-").replace("-", "[-_ ]?")
+        if re.search(rf"(?<![a-z0-9])(rtx[-_ ]?)?{spelt}(?![a-z0-9])", text.lower()):
+            return f"did you mean {name}?"
+    return "choose one of them"
+
+
 def gpu_named(name: str, fabric: str | None = None, host_gib: int | None = None) -> Gpu:
     """The preset, behind another network and with another host memory for each GPU where these are given."""
     if name not in GPUS:
-        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}; {nearest(name, GPUS)}")
+        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}; {_gpu_meant(name)}")
     if fabric is not None and fabric not in FABRICS:
         raise ConfigError(
             f"--fabric: expected one of {', '.join(FABRICS)}, got {fabric!r}; {nearest(fabric, FABRICS)}"

@@ -63,7 +63,12 @@ def read_loads(skew: float | None, path: str | None, num_experts: int) -> Loads:
         return Loads()
     if not Path(path).expanduser().exists():
         raise ConfigError(f"--loads: expected what experts.record wrote, got no path {path!r}; correct it")
-    recording = Recording.open(path)
+    try:
+        recording = Recording.open(path)
+    except ConfigError as error:  # which speaks of the key that replays it
+        raise ConfigError(
+            *(f"--loads: {line.removeprefix('replay: ')}" for line in error.problems)
+        ) from error
     if recording.num_experts != num_experts:
         raise ConfigError(
             f"--loads: expected a recording of {num_experts} experts, as the model has, got one of "

@@ -45,7 +45,11 @@ def test_loads_are_counted_by_step_over_all_ranks(tmp_path: Path) -> None:
 
 def test_wrong_loads_are_refused(tmp_path: Path) -> None:
     folder = _recorded(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "file").write_text("none")
     for given, words in (
+        ((None, str(tmp_path / "run"), 4), r"^--loads: expected files \*.safetensors in .*, got none"),
+        ((None, str(tmp_path / "file"), 4), "^--loads: .* is not readable as a recording"),
         ((0.5, None, 4), "--skew: expected 1"),
         ((2.0, folder, 4), "--skew: expected a number or --loads, got both"),
         ((None, str(tmp_path / "none"), 4), "--loads: expected what experts.record wrote"),

@@ -111,9 +111,14 @@ def test_a_wrapped_model_is_planned_by_its_own_parameters(
         ),
         (["qwen3-30b-a3b", "--gpus", "0"], "--gpus: expected a number from 1"),
         (
-            ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h10"],
-            "--gpu: expected one of rtx-4090.*did you mean h100",
+            ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "RTX4090"],
+            "--gpu: expected one of rtx-4090.*did you mean rtx-4090",
         ),
+        (
+            ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "v100"],  # another GPU, not a slip
+            "--gpu: expected one of rtx-4090.*got 'v100'; choose one of them",
+        ),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "H100-SXM5"], "; did you mean h100"),
         (["qwen3-30b-a3b", "--gpus", "8", "--seq", "-4"], "--seq: expected a number from 1"),
         (["qwen3-30b-a3b", "--gpus", "8", "--host-memory", "0"], "--host-memory: expected a number from 1"),
         (["qwen3-30b-a3b", "--gpus", "8", "--fabric", "x"], "--fabric: expected one of"),
