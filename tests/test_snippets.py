@@ -16,7 +16,8 @@ from fsdmoe.checkpoint.__main__ import _parser as checkpoint_parser
 from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.config import build_config, load_config
 from fsdmoe.data.__main__ import parser as data_parser
-from fsdmoe.launch.__main__ import parser as launch_parser
+from fsdmoe.launch.options import option_problems, word_problems
+from fsdmoe.launch.options import parser as launch_parser
 from fsdmoe.observe.__main__ import parser as observe_parser
 from fsdmoe.plan.__main__ import parser as plan_parser
 from fsdmoe.plan.dry_run import plan_run
@@ -237,7 +238,8 @@ def check(command: Command) -> None:
     elif program[0] == "pytest":
         assert all((ROOT / word).exists() for word in program if word.startswith("tests/")), command
     elif program[:2] == ("fsdmoe", "launch"):
-        _, others = launch_parser().parse_known_args(program[2:])
+        options, others = launch_parser().parse_known_args(program[2:])
+        assert not option_problems(options) + word_problems(others, options.on), command
         check_train(Command(command.block, ("train.py", *others, "--world", str(command.world_size))))
     else:
         assert program[:2] == ("pip", "install"), f"{command.block.name}: {' '.join(command.words)}"

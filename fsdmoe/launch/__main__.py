@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fsdmoe.config import CommandLine, load_config
 from fsdmoe.config.disk import disk_findings
+from fsdmoe.config.kept import KEPT
 from fsdmoe.config.toml import PACKAGED, is_packaged
-from fsdmoe.errors import ConfigError
 from fsdmoe.launch import kubernetes, ray_train, skypilot, slurm
 from fsdmoe.launch.job import (
     CONFIG_FILE,
@@ -25,10 +26,11 @@ from fsdmoe.launch.job import (
     ClusterJob,
     mesh_warnings,
     path_warnings,
-    require_mesh,
+    run_problems,
     storage_warnings,
     write_files,
 )
+from fsdmoe.launch.options import option_problems, parser, size_problems, word_problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,106 +39,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rest = [
         part for word in others for part in (word.split("=", 1) if word.startswith("--config=") else [word])
     ]
-    try:
-        job, command = read_job(options, rest)
-        require_mesh(job, command.config)
-        warnings = mesh_warnings(job, command, options.gpu)
-        if options.on in _RUN_ELSEWHERE:
-            warnings += storage_warnings(command.config, options.shared)
-            warnings += path_warnings(command.config, brings_folder=options.on == "skypilot")
-        else:  # whose nodes share this machine's disk, as a rule
-            warnings += [f"here, {line}" for _, line in disk_findings(command.config, is_plan=True)]
-        for line in warnings:
-            print(f"fsdmoe: warning: {line}", file=sys.stderr)
-        files, submission = _WRITERS[options.on](job, options)
-    except ConfigError as error:
-        print(*(f"fsdmoe: {line}" for line in error.problems), sep="\n", file=sys.stderr)
+    unknown = word_problems(rest, options.on)
+    problems = option_problems(options) + unknown
+    _say(problems)
+    if unknown or size_problems(options):  # without a configuration for so many ranks nothing else is known
         return 2
+    command = load_config([*rest, "--dry-run", "--files-elsewhere"], _most_nodes(options) * _ranks(options))
+    job = make_job(options, rest, command)
+    of_run = run_problems(job, command.config)
+    _say(of_run)
+    if problems or of_run:
+        return 2
+    _say(f"warning: {line}" for line in _warnings(job, command, options))
+    files, submission = _WRITERS[options.on](job, options)
     try:
         written = write_files(job, files)
     except OSError as error:
         fix = "name a folder that can be made here" + " and on the nodes" * (options.on not in _RUN_ELSEWHERE)
-        print(f"fsdmoe: --write: cannot write {job.folder} ({error.strerror}); {fix}", file=sys.stderr)
+        _say([f"--write: cannot write {job.folder} ({error.strerror}); {fix}"])
         return 2
     words = [*submission, str(written[-1])]
     print(f"written: {', '.join(map(str, written))}")
     if not options.submit:
-        print(f"submit it: {' '.join(words)}")
+        print(f"submit it: {shlex.join(words)}")
         return 0
     try:
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
-        print(f"fsdmoe: --submit: expected the program {words[0]!r}, which is not here", file=sys.stderr)
+        _say([f"--submit: expected the program {words[0]!r}, which is not here; submit where it is"])
         return 2
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options; those of one engine are ignored by the others."""
-    made = argparse.ArgumentParser(prog="fsdmoe launch", description=__doc__, allow_abbrev=False)
-    made.add_argument("--on", required=True, choices=sorted(_WRITERS), help="what starts the job")
-    made.add_argument("--nodes", required=True, help="how many; MIN:MAX goes on with fewer (mesh.elastic)")
-    made.add_argument("--gpus-per-node", type=int, required=True, metavar="G", help="one rank each")
-    made.add_argument("--cpu", action="store_true", help="ranks without GPUs: asks for nodes alone")
-    made.add_argument("--gpu", help=f"its kind, for predictions and skypilot (default: {DEFAULT_GPU})")
-    made.add_argument(
-        "--write",
-        metavar="FOLDER",
-        help="where the files go: kubernetes and skypilot launch/NAME here (the file's name); slurm and ray, "
-        "with their logs, the folder launch of train.output_dir",
-    )
-    made.add_argument("--submit", action="store_true", help="submit the job too")
-    slurm_options = made.add_argument_group("slurm")
-    slurm_options.add_argument("--time", default="24:00:00", help="limit of an attempt (default: 24:00:00)")
-    slurm_options.add_argument("--lead", type=int, default=300, help="save so many seconds before it (300)")
-    slurm_options.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="any other")
-    others = made.add_argument_group("kubernetes and skypilot")
-    others.add_argument("--image", default="", help="kubernetes: with fsdmoe in it")
-    others.add_argument("--plain", action="store_true", help="kubernetes: an Indexed Job, without Kubeflow")
-    others.add_argument("--shared", default="", metavar="NAME:FOLDER", help="a volume claim, or bucket")
-    return made
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"fsdmoe: {line}", file=sys.stderr, flush=True)
 
 
-def read_job(options: argparse.Namespace, rest: Sequence[str]) -> tuple[ClusterJob, CommandLine]:
-    """The job, and its configuration as checked for all nodes.
+def _warnings(job: ClusterJob, command: CommandLine, options: argparse.Namespace) -> list[str]:
+    found = mesh_warnings(job, command, options.gpu)
+    if options.on in _RUN_ELSEWHERE:
+        found += storage_warnings(command.config, options.shared)
+        return found + path_warnings(command.config, options.shared, brings_folder=options.on == "skypilot")
+    # Their nodes share this machine's disk, as a rule.
+    return found + [f"here, {line}" for _, line in disk_findings(command.config, is_plan=True)]
 
-    Raises:
-        ConfigError: A number is none.
-    """
-    fewest, colon, most = options.nodes.partition(":")
-    counts = [fewest, most if colon else fewest]
-    if not all(number.isdecimal() and int(number) for number in counts) or options.gpus_per_node < 1:
-        raise ConfigError(
-            f"--nodes and --gpus-per-node: expected numbers above 0, or MIN:MAX nodes, got {options.nodes!r} "
-            f"and {options.gpus_per_node}; write --nodes 4 --gpus-per-node 8"
-        )
-    own = [word for word in rest if word.partition("=")[0] in _SBATCH]
-    if options.on == "slurm" and own:
-        raise ConfigError(f"{own[0]}: an option of sbatch; write --sbatch={own[0]}=VALUE")
-    if "--config" not in rest:
-        raise ConfigError("--config: expected the file of a run, got none; write --config FILE.toml")
-    world_size = int(counts[-1]) * options.gpus_per_node
-    command = load_config([*rest, "--dry-run", "--files-elsewhere"], world_size)
+
+def _most_nodes(options: argparse.Namespace) -> int:
+    return int(options.nodes.rpartition(":")[2])
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    return int(options.gpus_per_node)
+
+
+def make_job(options: argparse.Namespace, rest: Sequence[str], command: CommandLine) -> ClusterJob:
+    """The job of checked options, and of a configuration that was read for all its nodes."""
+    file = Path(command.source)  # of a run that goes on: its folder says more than config.toml
+    folder = Path(options.write or Path(command.config.train.output_dir, "launch"))
     job = ClusterJob(
-        config_name=Path(command.source).stem,
-        min_nodes=int(counts[0]),
-        nodes=int(counts[-1]),
-        ranks_per_node=options.gpus_per_node,
+        config_name=file.parent.name if file.name == KEPT and file.parent.name else file.stem,
+        min_nodes=int(options.nodes.partition(":")[0]),
+        nodes=_most_nodes(options),
+        ranks_per_node=_ranks(options),
         has_gpus=not options.cpu,
         arguments=tuple(rest),
-        folder=Path(command.config.train.output_dir, "launch").expanduser().resolve(),
+        folder=folder.expanduser().resolve(),
     )
-    if options.write:
-        job = replace(job, folder=Path(options.write).expanduser().resolve())
-    elif options.on in _RUN_ELSEWHERE:
+    if not options.write and options.on in _RUN_ELSEWHERE:
         job = replace(job, folder=Path("launch", job.name).resolve())
-    return job, command
+    return job
 
-
-_SBATCH = (
-    "--account", "--constraint", "--exclude", "--gres", "--mem", "--nodelist", "--partition", "--qos",
-    "--reservation",
-)  # fmt: skip
-"""Options that people give to sbatch."""
 
 Files = tuple[list[tuple[str, str]], list[str]]
 """Names and texts, and the command that submits the last of them."""
@@ -144,14 +116,16 @@ Files = tuple[list[tuple[str, str]], list[str]]
 
 def _slurm(job: ClusterJob, options: argparse.Namespace) -> Files:
     text = slurm.script(
-        job, limit=options.time, lead=options.lead, python=sys.executable, extra=options.sbatch
+        job,
+        limit=options.time or slurm.LIMIT,
+        lead=int(options.lead or slurm.LEAD),
+        python=sys.executable,
+        extra=options.sbatch,
     )
     return [("job.sbatch", text)], ["sbatch"]
 
 
 def _kubernetes(job: ClusterJob, options: argparse.Namespace) -> Files:
-    if not options.image:
-        raise ConfigError("--image: expected the container image of the job, got none; name one")
     job, text = _with_config_inside(job)
     given = {"image": options.image, "config": text, "claim": options.shared}
     if options.plain or job.is_elastic:

@@ -7,12 +7,13 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from glob import iglob
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
 from fsdmoe.config import CommandLine, Config
+from fsdmoe.config.toml import PACKAGED
 from fsdmoe.data.config import keyed_sources
-from fsdmoe.errors import ConfigError
 from fsdmoe.launch.ranks import problems_of_fewer
 from fsdmoe.rules import counted
 
@@ -22,6 +23,8 @@ CONFIG_FILE = "/tmp/{}.toml"
 """On a node that does not see this machine's files, by the name of the configuration."""
 _NODE = 8
 """GPUs of the largest node whose NVLink ends with it; larger domains span nodes."""
+_LONGEST_NAME = 40
+"""Kubernetes gives the names of pods 63."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,10 @@ class ClusterJob:
 
     @property
     def name(self) -> str:
-        """As all engines take it: small letters, digits and dashes."""
-        return re.sub("[^a-z0-9]+", "-", self.config_name.lower()).strip("-")
+        """As all engines take it: small letters, digits and dashes, a letter first, and short, since they
+        append to it."""
+        name = re.sub("[^a-z0-9]+", "-", self.config_name.lower()).strip("-")
+        return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST_NAME].strip("-")
 
     @property
     def is_elastic(self) -> bool:
@@ -57,12 +62,8 @@ class ClusterJob:
         return " ".join([python, "-m fsdmoe train", *words, shlex.join(self.arguments)])
 
 
-def require_mesh(job: ClusterJob, config: Config) -> None:
-    """Refuse a run that could not go on after an interruption, or on fewer nodes.
-
-    Raises:
-        ConfigError: Names every key and number of nodes.
-    """
+def run_problems(job: ClusterJob, config: Config) -> list[str]:
+    """Why a run could not go on after an interruption, or on fewer nodes; a line each."""
     problems = problems_of_fewer(config, range(job.min_nodes, job.nodes + 1), job.ranks_per_node)
     checkpoint = config.checkpoint
     if checkpoint.interval < 0:
@@ -74,8 +75,7 @@ def require_mesh(job: ClusterJob, config: Config) -> None:
         problems.append(
             'checkpoint.load: expected "latest", got "none": every start of the job would begin anew; drop it'
         )
-    if problems:
-        raise ConfigError(*problems)
+    return problems
 
 
 DEFAULT_GPU = "h100"
@@ -93,7 +93,7 @@ def mesh_warnings(job: ClusterJob, command: CommandLine, gpu_name: str | None) -
     from fsdmoe.plan.job import Job, Setting
     from fsdmoe.plan.step_time import estimate_time
 
-    gpu = gpu_named(gpu_name or DEFAULT_GPU)
+    gpu = gpu_named((gpu_name or DEFAULT_GPU).lower())
     unless = "" if gpu_name else ", or name another GPU with --gpu"
     domain = gpu.domain if gpu.domain > _NODE else per_node
     setting = Setting.of(command.config, command.world_size)
@@ -133,28 +133,46 @@ def storage_warnings(config: Config, shared: str) -> list[str]:
     ]
 
 
-def path_warnings(config: Config, *, brings_folder: bool) -> list[str]:
-    """Relative paths that nodes will not find. A job that ``brings_folder`` has this one there, but for what
-    git ignores; others start in a folder of their own image."""
-    paths = {"model.hf": config.model.hf or ""}
+def path_warnings(config: Config, shared: str, *, brings_folder: bool) -> list[str]:
+    """Paths that nodes will not find. A job that ``brings_folder`` has this one there, but for what git
+    ignores, and ``shared`` (NAME:FOLDER); others start in a folder of their own image."""
+    paths = {"model.hf": _as_in_the_file(config.model.hf or "")}
     paths |= {f"{key}.path": source.path for key, source in keyed_sources(config.data)}
     if config.data.tokenizer != "bytes":
         paths["data.tokenizer"] = config.data.tokenizer
     if config.checkpoint.load not in ("latest", "none"):
         paths["checkpoint.load"] = config.checkpoint.load
-    paths = {key: path for key, path in paths.items() if path and "://" not in path and path[0] not in "/~"}
+    paths = {key: path for key, path in paths.items() if path and "://" not in path}
     if brings_folder:
-        return [
-            f"{key}: {path!r} is ignored by git, and does not travel with this folder; take it out of "
-            ".gitignore, or name a folder that --shared mounts"
-            for key, path in paths.items()
-            if _is_ignored(path)
-        ]
+        mount = shared.partition(":")[2]
+        missing = {key: why for key, path in paths.items() if (why := _why_not_sent(path, mount))}
+        return [f"{key}: {paths[key]!r} {why}" for key, why in missing.items()]
     return [
         f"{key}: expected the path in the job's containers, got {path!r}, which is relative to the folder "
         f"that they start in; write /FOLDER/{path.removeprefix('./')}, where FOLDER is mounted there"
         for key, path in paths.items()
+        if path[0] not in "/~"
     ]
+
+
+def _as_in_the_file(folder: str) -> str:
+    """A folder of a packaged configuration as its text has it, which a job takes along."""
+    inside = Path(folder)
+    return f"configs/{inside.relative_to(PACKAGED)}" if inside.is_relative_to(PACKAGED) else folder
+
+
+def _why_not_sent(path: str, mount: str) -> str:
+    """Why nodes do not have it that get this folder and the mount; empty where they do."""
+    fix = f"or name one in {mount}, which --shared mounts" if mount else "or name one that --shared mounts"
+    if mount and PurePosixPath(normpath(path)).is_relative_to(normpath(mount)):
+        return ""
+    if path[0] in "/~" or normpath(path).startswith(".."):
+        return f"is outside of this folder, which alone travels with the job; put it here, {fix}"
+    if _is_ignored(path):
+        return f"is ignored by git, and does not travel with this folder; take it out of .gitignore, {fix}"
+    if not any(iglob(path, recursive=True)):
+        return f"is not in this folder, which travels with the job; put it here, {fix}"
+    return ""
 
 
 def _is_ignored(path: str) -> bool:

@@ -7,6 +7,7 @@ packages are in the image, and a claim holds what all pods share: checkpoints an
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from fsdmoe.launch.job import CONFIG_FILE, PORT, ClusterJob
@@ -103,7 +104,8 @@ def indexed_job(job: ClusterJob, *, image: str, config: str, claim: str = "") ->
 
 def _shell(job: ClusterJob, line: str, *before: str) -> list[str]:
     """The container's command: the configuration becomes a file."""
-    lines = [f'printf "%s" "${_CONFIG}" > {CONFIG_FILE.format(job.config_name)}', *before, f"exec {line}"]
+    file = shlex.quote(CONFIG_FILE.format(job.config_name))
+    lines = [f'printf "%s" "${_CONFIG}" > {file}', *before, f"exec {line}"]
     return ["/bin/bash", "-c", "\n".join(lines)]
 
 

@@ -65,7 +65,7 @@ def launch(arguments: Sequence[str]) -> int:
     num_ranks = options["--nproc-per-node"] = ranks_here(options.get("--nproc-per-node"))
     fewest, colon, most = options.get("--nnodes", "1").partition(":")
     hosts = [fewest, most] if colon else [fewest]
-    if problems := option_problems(options, hosts):
+    if problems := option_problems(options):
         print(*(f"fsdmoe: {line}" for line in problems), sep="\n", file=sys.stderr)
         return 2
     os.environ.setdefault("LOCAL_WORLD_SIZE", num_ranks)  # what this host must hold
@@ -95,17 +95,27 @@ def ranks_here(written: str | None) -> str:
     return str(os.cpu_count() or 1) if written in ("auto", "cpu") else written
 
 
-def option_problems(options: Mapping[str, str], hosts: Sequence[str]) -> list[str]:
+def option_problems(options: Mapping[str, str]) -> list[str]:
     """Why no ranks can be started with these options; a line each."""
     ranks = options["--nproc-per-node"]
     if ranks == "gpu":
         return ["--nproc-per-node: expected a host with GPUs, got gpu where there is none; write a number"]
     if not _is_count(ranks):
         return [f"--nproc-per-node: expected a number above 0, gpu, cpu or auto, got {ranks!r}; write one"]
-    if not all(map(_is_count, hosts)) or int(hosts[0]) > int(hosts[-1]):
-        written = options["--nnodes"]
-        return [f"--nnodes: expected a number above 0 or MIN:MAX, got {written!r}; write 2, or 1:2"]
-    return []
+    return count_problems("--nnodes", options.get("--nnodes", "1"))
+
+
+def count_problems(option: str, written: str) -> list[str]:
+    """Why this is no number of hosts, and no MIN:MAX of them."""
+    hosts = written.split(":")
+    if len(hosts) <= 2 and all(map(_is_count, hosts)) and int(hosts[0]) <= int(hosts[-1]):
+        return []
+    fix = "write 2, or 1:2"
+    if len(hosts) == 2 and all(map(_is_count, hosts)):
+        fix = f"write {hosts[1]}:{hosts[0]}"
+    return [
+        f"{option}: expected a number above 0 or MIN:MAX, got {repr(written) if written else 'none'}; {fix}"
+    ]
 
 
 def _port_problems(port: str | None) -> list[str]:

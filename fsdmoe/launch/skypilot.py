@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from textwrap import indent
 
 from fsdmoe.launch.job import CONFIG_FILE, PORT, ClusterJob
 
 _TASK = """\
 # Written by fsdmoe launch. Submit it: sky jobs launch {path}
-name: {name}
+name: "{name}"
 num_nodes: {nodes}
 resources:
 {resources}  use_spot: true
@@ -23,6 +25,8 @@ run: |
   END_OF_CONFIGURATION
   {train}
 """
+_NAMES = {"a100": "A100-80GB"}
+"""Of GPUs that are called otherwise here, but for dashes and capitals."""
 
 
 def task(job: ClusterJob, *, config: str, gpu: str, bucket: str = "") -> str:
@@ -31,7 +35,7 @@ def task(job: ClusterJob, *, config: str, gpu: str, bucket: str = "") -> str:
     Args:
         job: The run.
         config: The text of its configuration, which the task writes where the run reads it.
-        gpu: The name of the accelerator.
+        gpu: The name of the accelerator, as plans have it.
         bucket: NAME:FOLDER, a bucket that is mounted there: what outlives the instances.
     """
     train = job.train(
@@ -43,14 +47,16 @@ def task(job: ClusterJob, *, config: str, gpu: str, bucket: str = "") -> str:
         master_port=str(PORT),
     )
     name, _, folder = bucket.partition(":")
-    mounts = f"file_mounts:\n  {folder}:\n    name: {name}\n    mode: MOUNT\n" if bucket else ""
+    # In quotes, without which YAML takes 2024 for a number.
+    mount = f"  {json.dumps(folder)}:\n    name: {json.dumps(name)}\n    mode: MOUNT\n"
+    accelerator = _NAMES.get(gpu.lower()) or gpu.upper().replace("-", "")
     return _TASK.format(
         path=job.folder / "task.yaml",
         name=job.name,
         nodes=job.nodes,
-        resources=f"  accelerators: {gpu.upper()}:{job.ranks_per_node}\n" if job.has_gpus else "",
-        mounts=mounts,
-        config_file=CONFIG_FILE.format(job.config_name),
+        resources=f"  accelerators: {accelerator}:{job.ranks_per_node}\n" if job.has_gpus else "",
+        mounts=f"file_mounts:\n{mount}" if bucket else "",
+        config_file=shlex.quote(CONFIG_FILE.format(job.config_name)),
         config=indent(config.rstrip("\n"), "  "),
         train=train,
     )

@@ -3,11 +3,18 @@ nodes that are there."""
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from fsdmoe.launch.job import ClusterJob
+
+LIMIT = "24:00:00"
+"""Of an attempt."""
+LEAD = 300
+"""Seconds before it at which a run is told to save."""
 
 _SCRIPT = """\
 #!/bin/bash
@@ -46,6 +53,20 @@ exit "$code"
 """
 
 
+def seconds(limit: str) -> float | None:
+    """Of a limit as Slurm reads it, where 0 is no limit: minutes[:seconds], hours:minutes:seconds or
+    days-hours[:minutes[:seconds]]. None where it is none of them."""
+    if limit.upper() in ("INFINITE", "UNLIMITED"):
+        return math.inf
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", limit, re.ASCII):
+        return None
+    days, _, rest = limit.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+    total = int(days or 0) * 86400 + sum(map(math.prod, zip(numbers, units, strict=False)))
+    return total or math.inf
+
+
 def script(job: ClusterJob, *, limit: str, lead: int, python: str, extra: Sequence[str] = ()) -> str:
     """The text for ``sbatch``. ``lead``: seconds before ``limit`` at which the run is told to save."""
     fewest = f"{job.min_nodes}:" if job.is_elastic else ""
@@ -68,7 +89,7 @@ def script(job: ClusterJob, *, limit: str, lead: int, python: str, extra: Sequen
         no_kill=" --no-kill" if job.is_elastic else "",
         limit=limit,
         lead=lead,
-        folder=job.folder,
+        folder=shlex.quote(str(job.folder)),
         extra="".join(f"#SBATCH {word}\n" for word in extra),
         here=shlex.quote(str(Path.cwd())),
         python=shlex.quote(python),

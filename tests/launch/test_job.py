@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fsdmoe.launch.__main__ import main
+from fsdmoe.launch.job import ClusterJob
 from fsdmoe.launch.kubernetes import CONFIG_FILE
 from tests.support.elastic_kills import differences, environment, losses, uninterrupted, write_config
 from tests.support.scripts import ROOT
@@ -219,7 +220,7 @@ def test_a_slurm_job_saves_before_its_limit_and_goes_on_with_fewer_nodes(launch:
 def test_a_skypilot_task_recovers_and_keeps_what_it_saved(launch: Launch) -> None:
     text = (launch("--on", "skypilot", "--gpu", "h200", "--shared", "runs:/runs") / "task.yaml").read_text()
     assert "accelerators: H200:1\n  use_spot: true\n" in text
-    assert "file_mounts:\n  /runs:\n    name: runs\n" in text
+    assert 'file_mounts:\n  "/runs":\n    name: "runs"\n' in text
     assert '--node-rank "$SKYPILOT_NODE_RANK"' in text
 
 
@@ -241,8 +242,77 @@ def test_a_path_that_git_ignores_is_warned_of_where_the_folder_travels(
     (tmp_path / ".gitignore").write_text("corpus/\n")
     words = ["--on", "skypilot", "--shared", "disk:/shared", "--train.output_dir", "/shared/x"]
     for folder, warned in (("corpus/", True), ("texts/", False)):
+        (tmp_path / folder).mkdir()
         launch(*words, "--data.kind", "text", "--data.path", folder)
         assert (f"data.path: {folder!r} is ignored by git" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("corpus", "is not in this folder, which travels with the job; put it here, or name one in /shared"),
+        ("../corpus", "is outside of this folder"),
+        ("/data/corpus", "is outside of this folder"),
+        ("~/corpus", "is outside of this folder"),
+        ("/shared/corpus", ""),
+        ("texts", ""),
+        ("texts/*.txt", ""),
+    ],
+)
+def test_data_that_does_not_travel_with_the_folder_is_warned_of(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, said: str
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    words = ["--on", "skypilot", "--shared", "disk:/shared", "--train.output_dir", "/shared/x", "--cpu"]
+    launch(*words, "--data.kind", "text", "--data.path", path)
+    told = capsys.readouterr().err
+    assert f"data.path: {path!r} {said}" in told if said else told == ""
+
+
+@pytest.mark.parametrize("engine", [("kubernetes", "--image", "fsdmoe:1"), ("skypilot",)])
+def test_the_folder_of_a_packaged_configuration_is_looked_for_as_its_text_names_it(
+    launch: Launch, capsys: pytest.CaptureFixture[str], engine: tuple[str, ...]
+) -> None:
+    shared = ["--shared", "disk:/shared", "--train.output_dir", "/shared/x", "--checkpoint.interval", "5"]
+    launch("--on", *engine, *shared, gpus="4", config="qwen3-30b-a3b-lora")
+    told = capsys.readouterr().err
+    assert "model.hf: " in told
+    assert "'configs/qwen3-30b-a3b'" in told
+
+
+@pytest.mark.parametrize(
+    ("gpu", "accelerator"), [("a100", "A100-80GB"), ("rtx-4090", "RTX4090"), ("H100", "H100")]
+)
+def test_a_skypilot_task_has_skypilots_name_of_the_gpu(launch: Launch, gpu: str, accelerator: str) -> None:
+    text = (launch("--on", "skypilot", "--gpu", gpu) / "task.yaml").read_text()
+    assert f"  accelerators: {accelerator}:1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("config_name", "name"),
+    [("Qwen3_30B", "qwen3-30b"), ("7b", "run-7b"), ("___", "run"), ("a" * 39 + "-bcd", "a" * 39)],
+)
+def test_a_jobs_name_is_one_for_all_engines(config_name: str, name: str, tmp_path: Path) -> None:
+    job = ClusterJob(
+        config_name=config_name,
+        min_nodes=1,
+        nodes=1,
+        ranks_per_node=1,
+        has_gpus=True,
+        arguments=(),
+        folder=tmp_path,
+    )
+    assert job.name == name
+
+
+def test_a_run_that_goes_on_gives_its_job_the_name_of_its_folder(launch: Launch, tmp_path: Path) -> None:
+    kept = tmp_path / "my run" / "config.toml"
+    kept.parent.mkdir()
+    write_config(tmp_path, 20).rename(kept)
+    text = (launch("--on", "skypilot", config=str(kept)) / "task.yaml").read_text()
+    assert 'name: "my-run"\n' in text
+    assert "cat > '/tmp/my run.toml' <<" in text
 
 
 def test_data_that_is_not_here_is_warned_of_where_nodes_share_this_disk(
@@ -262,7 +332,6 @@ def test_a_ray_job_is_a_program(launch: Launch) -> None:
     ("words", "said"),
     [
         (("--partition", "fast"), "--partition: an option of sbatch; write --sbatch=--partition=VALUE"),
-        (("--nodes", "none"), "--nodes and --gpus-per-node: expected numbers above 0"),
         (("--nodes", "2:4"), "--nnodes (--nodes): with 3 hosts of 1 ranks"),
         # for three nodes and for four, of which the job may have either
         (

@@ -51,7 +51,7 @@ def test_a_refused_configuration_starts_no_rank(
     [
         (["--nproc-per-node", "many"], "--nproc-per-node: expected a number above 0, gpu, cpu or auto, got"),
         (["--nproc-per-node", "gpu"], "--nproc-per-node: expected a host with GPUs, got gpu where there is"),
-        (["--nnodes", "2:1"], "--nnodes: expected a number above 0 or MIN:MAX, got '2:1'; write 2, or 1:2"),
+        (["--nnodes", "2:1"], "--nnodes: expected a number above 0 or MIN:MAX, got '2:1'; write 1:2"),
         (["--nproc-per-node", "2", "--master-port", "auto"], "--master-port: expected a number below 65536"),
         (["--nnodes", "2"], "--rdzv-endpoint: expected a host and port where 2 hosts meet, got none; write"),
     ],
