@@ -40,7 +40,9 @@ class _OwnMemory(SharedMemory):
             own = torch.zeros(max(size, 16), dtype=torch.uint8, device=device)
             steps = torch.arange(who.num_sources, device=device) * strides.get(name, 0)
             if name == "clones":  # products of zeros draw less power, and take less time
-                own.view(torch.bfloat16).normal_(std=0.02)
+                # not by the device's own generator: graphs refuse steps that draw from it
+                random = torch.Generator(device).manual_seed(1)
+                own.view(torch.bfloat16).normal_(std=0.02, generator=random)
             self.areas[name] = Area(own, own.data_ptr() + steps, torch.zeros_like(steps))
 
 
