@@ -20,9 +20,9 @@ from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.config import CommandLine, Config
-from fsdmoe.config.kept import KEPT, kept_text, read_kept, write_kept
+from fsdmoe.config.kept import KEPT, kept_text, read_kept, start_problems, write_kept
 from fsdmoe.config.schema import by_dotted_key
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.experts.dispatch import ExpertLayout, choose_dispatcher
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.mesh import Meshes
@@ -65,14 +65,15 @@ def keep_config(
     text = kept_text(config, command.origins, decided(config, meshes) | dict(decisions or {}))
     kept = KeptConfig(folder, text, is_due=not command.evaluate_only)
     if from_first(lambda: holds_checkpoints(config)):
-        kept.told = frozenset(from_first(lambda: _told_changes(folder, config)))
+        kept.told = frozenset(from_first(lambda: told_changes(folder, config)))
     else:  # nothing goes on from what was there before
         kept.write()
     return kept
 
 
-def _told_changes(folder: Path, config: Config) -> list[str]:
+def told_changes(folder: Path, config: Config) -> list[str]:
     """The changes since the run's last start, which are told here; for the first rank."""
+    refuse(start_problems(config))
     path = folder / KEPT
     problems: list[str] = []
     before = read_kept(path, problems) if path.is_file() else None
@@ -85,11 +86,25 @@ def _told_changes(folder: Path, config: Config) -> list[str]:
     # An older checkpoint that is named may be of another optimizer than the last start.
     if config.checkpoint.load == "latest" and not config.checkpoint.load_only_model:
         refuse_other_optimizer(before, config, folder)
-    lines = [f"{key} {change}" for key, change in differences(before, config).items()]
-    for line in lines:
-        logger.info("changed since the last start: %s", line)
+    lines = {key: f"{key} {change}" for key, change in differences(before, config).items()}
+    for key, line in lines.items():
+        unread = f"; {_unread(key, config)}" * bool(_unread(key, config))
+        logger.info("changed since the last start: %s%s", line, unread)
     warn_of_trained_documents(before, config)
-    return lines
+    return list(lines.values())
+
+
+def _unread(key: str, config: Config) -> str:
+    """Why a key, or a part of what it says, has no effect on a run that goes on; empty where it has all."""
+    if config.checkpoint.load == "none":
+        return ""
+    # Frozen weights in codes are in no checkpoint, and read again from the folder.
+    if key in ("model.hf", "model.random_weights") and config.precision.frozen_dtype is None:
+        return "weights are those of the checkpoint"
+    is_dynamic = not config.precision.loss_scale.is_static
+    if key == "precision.loss_scale.initial" and is_dynamic and not config.checkpoint.load_only_model:
+        return "no effect: the scale is that of the checkpoint"
+    return ""
 
 
 def warn_of_trained_documents(before: Config, now: Config) -> None:

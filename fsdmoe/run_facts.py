@@ -51,10 +51,12 @@ def start_card(
     data: DataStream,
     *,
     resumed_at: int | None,
+    loaded: str = "",
     decisions: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Name -> text of the lines of the card. ``resumed_at`` is the step of the checkpoint that was loaded;
-    None where there was none. ``decisions``: what was decided for keys that are no longer open here."""
+    None where there was none; ``loaded`` its name. ``decisions``: what was decided for keys that are no
+    longer open here."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     graphs = {} if config.train.graphs == "none" else {"graphs": graphs_text(config, meshes.size(Axis.WORLD))}
     adapters = {"adapters": adapters_text(config, model)} if config.adapter.is_on else {}
@@ -62,7 +64,7 @@ def start_card(
     balance = {"balance": balance_text(config, model)} if config.model.num_moe_layers else {}
     return {
         "model": _model_text(config, num_parameters),
-        "weights": _weights_text(config, resumed_at),
+        "weights": _weights_text(config, resumed_at, loaded),
         **adapters,
         **balance,
         "data": data_text(data, config.data),
@@ -184,11 +186,12 @@ def _model_text(config: Config, num_parameters: int) -> str:
     return text
 
 
-def _weights_text(config: Config, resumed_at: int | None) -> str:
+def _weights_text(config: Config, resumed_at: int | None, loaded: str = "") -> str:
+    """By what was loaded, which need not be what ``checkpoint.load`` names."""
     if resumed_at is not None and config.checkpoint.load_only_model and resumed_at == 0:
-        return f"{config.checkpoint.load}, weights only (checkpoint.load)"
+        return f"{loaded}, weights only (checkpoint.load_only_model)"
     if resumed_at is not None:
-        return f"checkpoint of step {resumed_at} (checkpoint.load = {config.checkpoint.load})"
+        return f"checkpoint of step {resumed_at} ({loaded})"
     if config.model.hf is not None and not config.model.random_weights:
         return f"{config.model.hf} (model.hf)"
     return f"random, seed {config.train.seed}"

@@ -124,7 +124,16 @@ class Run:
         facts = run_facts(config, meshes, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
         resumed_at = None if resumed is None else step
-        card = start_card(config, meshes, self.model, self.data, resumed_at=resumed_at, decisions=decisions)
+        loaded = self.checkpoints.loaded
+        card = start_card(
+            config,
+            meshes,
+            self.model,
+            self.data,
+            resumed_at=resumed_at,
+            loaded=loaded,
+            decisions=decisions,
+        )
         self._folder, self._is_main = folder, is_main
         self.health = Health(config.health, self.model, meshes, folder=folder, step=step, tell=self._tell)
         self.duties += self.health.duties

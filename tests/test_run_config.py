@@ -1,14 +1,18 @@
 """What has changed between two starts of a run, and which changes make another model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fsdmoe.config.kept import kept_text, write_kept
 from fsdmoe.errors import ConfigError
 from fsdmoe.run_config import (
+    _unread,
     differences,
     refuse_other_model,
     refuse_other_optimizer,
+    told_changes,
     warn_of_trained_documents,
 )
 from fsdmoe.testing import requires_peft
@@ -66,6 +70,34 @@ def test_another_optimizer_is_refused_by_its_key(change: dict[str, str], told: s
 def test_moments_in_another_number_format_are_converted() -> None:
     now = tiny_config("run", 1, optim__moment_dtype="bfloat16")
     refuse_other_optimizer(tiny_config("run", 1), now, FOLDER)
+
+
+def test_keys_that_a_run_no_longer_reads_once_it_has_begun_are_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    changes = {"precision__loss_scale__initial": 8.0, "train__steps": 4}
+    before, now = (
+        tiny_config(str(tmp_path), 1, checkpoint__load="latest", precision__param_dtype="float16", **each)
+        for each in ({}, changes)
+    )
+    write_kept(tmp_path, kept_text(before, {}, {}))
+    assert told_changes(tmp_path, now) == [
+        "precision.loss_scale.initial None -> 8.0",
+        "train.steps 20 -> 4",
+    ]
+    suffixes = [message.partition("; ")[2] for message in caplog.messages]
+    assert suffixes == ["no effect: the scale is that of the checkpoint", ""]
+    assert _unread("model.hf", now) == "weights are those of the checkpoint"
+    assert _unread("model.hf", replace(now, checkpoint=replace(now.checkpoint, load="none"))) == ""
+
+
+def test_another_start_is_refused_by_the_run_where_its_checkpoints_are_in_a_store(tmp_path: Path) -> None:
+    before = tiny_config(str(tmp_path), 1, checkpoint__load="latest", checkpoint__folder="memory://runs/x")
+    write_kept(tmp_path, kept_text(before, {}, {}))
+    now = replace(before, checkpoint=replace(before.checkpoint, load="runs/y"))
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load: expected \"latest\", since "):
+        told_changes(tmp_path, now)
 
 
 @requires_peft

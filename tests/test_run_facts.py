@@ -67,8 +67,9 @@ def test_a_mixture_shows_its_first_sources_with_their_shares() -> None:
 
 def test_weights_are_named_by_where_they_came_from() -> None:
     config: Config = tiny_config("runs/x", 1, checkpoint__load="runs/a", checkpoint__load_only_model=True)
-    assert _weights_text(config, 0) == "runs/a, weights only (checkpoint.load)"
-    assert _weights_text(config, 7) == "checkpoint of step 7 (checkpoint.load = runs/a)"
+    loaded = "runs/x/checkpoints/step_7"  # a run that has begun resumes its own, whatever checkpoint.load is
+    assert _weights_text(config, 0, loaded) == f"{loaded}, weights only (checkpoint.load_only_model)"
+    assert _weights_text(config, 7, loaded) == f"checkpoint of step 7 ({loaded})"
     of_folder = replace(config, model=replace(config.model, hf="models/b"))
     assert _weights_text(of_folder, None) == "models/b (model.hf)"
 

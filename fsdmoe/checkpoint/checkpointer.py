@@ -65,6 +65,8 @@ class Checkpointer(Saver):
         """Called on the first rank before each save; its error is every rank's, and nothing is saved."""
         self.told: Container[str] = ()
         """Changes that need not be told again when a checkpoint is loaded, as ``train.steps 2 -> 4``."""
+        self.loaded = ""
+        """The checkpoint that was loaded, as ``runs/a/checkpoints/step_00000100``."""
 
     def is_due(self, step: int) -> bool:
         """Whether the interval asks for a save after this step."""
@@ -115,7 +117,7 @@ class Checkpointer(Saver):
             with self._naming_the_key():
                 loaded = self._copies.load(parts, self._policy(), saved=from_first(self._newest_step))
         if loaded is not None:
-            self._say_changes(f"resumed {loaded.name} of the copies in memory", loaded.about)
+            self._say_changes("resumed", f"{loaded.name} of the copies in memory", loaded.about)
         values = self.load_only(parts, is_optional=True) if loaded is None else loaded.values
         if self.config.interval > 0:
             self.prepare(parts)
@@ -208,8 +210,8 @@ class Checkpointer(Saver):
             return False
         if world()[0] == 0:
             logger.warning(
-                "checkpoint.load: %s was the start of this run, which has checkpoints of its own by now; "
-                "resuming those. To start again, give it another train.output_dir",
+                "checkpoint.load: this run has checkpoints of its own by now; resuming those, not %s. To "
+                "start from that again, give the run another train.output_dir",
                 start,
             )
         return True
@@ -229,7 +231,7 @@ class Checkpointer(Saver):
             return None
         loaded = load_first(self.storage, names, parts, self._policy(), explicit=False)
         self._damaged = frozenset(loaded.damaged)
-        self._say_changes(f"resumed {self.storage.root}/{loaded.name}", loaded.about)
+        self._say_changes("resumed", f"{self.storage.root}/{loaded.name}", loaded.about)
         return loaded.values
 
     def load_from(self, path: str, parts: Parts) -> Tree:
@@ -239,7 +241,7 @@ class Checkpointer(Saver):
             lambda: require_start(path, weights_only=weights_only, limits=self._limits)
         )
         loaded = load_first(open_storage(root, self._limits), names, parts, self._policy(), explicit=explicit)
-        self._say_changes(f"loaded {root}/{loaded.name}", loaded.about)
+        self._say_changes("loaded", f"{root}/{loaded.name}", loaded.about)
         return loaded.values
 
     def wait(self) -> None:
@@ -314,11 +316,12 @@ class Checkpointer(Saver):
     def _policy(self) -> LoadPolicy:
         return LoadPolicy(verify=self.config.verify, threads=self.config.threads, meshes=self._meshes)
 
-    def _say_changes(self, text: str, about: Tree) -> None:
-        """Say at the start what is different from when the checkpoint was written."""
+    def _say_changes(self, how: str, name: str, about: Tree) -> None:
+        """Say at the start what was loaded, and what is different from when it was written."""
+        self.loaded = name
         if world()[0] != 0:
             return
-        logger.info(text)
+        logger.info("%s %s", how, name)
         before, now = about.get("layout"), dataclasses.asdict(self._meshes.degrees) if self._meshes else None
         if before and now and before != now:
             logger.info("resharded: %s", ", ".join(_differences(before, now)))

@@ -10,6 +10,7 @@ from fsdmoe.checkpoint.addresses import why_not_opened
 from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.config.checks import Findings, asked
+from fsdmoe.config.kept import start_problems
 from fsdmoe.config.schema import Config
 from fsdmoe.config.weights import weight_problems
 from fsdmoe.data.files import why_not_writable
@@ -33,6 +34,8 @@ def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) ->
             line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"
             found.append(((key,), line))
     found += _address_findings(config) + _pickled_findings(config) + _weight_findings(config)
+    if "://" not in config.checkpoint.folder and _has_begun(config):  # else the run itself looks
+        found += [(("checkpoint.load",), line) for line in start_problems(config)]
     return found + (_start_findings(config) if is_plan else _load_findings(config))
 
 

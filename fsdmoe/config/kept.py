@@ -153,10 +153,44 @@ def open_run(
         return mapping, {}  # edited by hand: reported when the sections are built
     train["output_dir"] = folder
     load = str(checkpoint.get("load", "latest"))
-    own = os.path.abspath(os.path.expanduser(checkpoint.get("folder") or root / RUN_FOLDER))
-    if load in ("none", "latest") or os.path.abspath(os.path.expanduser(load)).startswith(own + os.sep):
+    own = str(checkpoint.get("folder") or root / RUN_FOLDER)
+    if load in ("none", "latest") or _absolute(load).startswith(_absolute(own) + os.sep):
         checkpoint |= {"load": "latest", "load_only_model": False}
     return mapping, kept_origins((root / KEPT).read_text(encoding="utf-8"))
+
+
+def start_problems(config: Config) -> list[str]:
+    """Why a run that has begun cannot start from another checkpoint now: it goes on with its own ones. For
+    the same start as at first, as of its kept configuration, that is what is meant."""
+    root, now = Path(config.train.output_dir).expanduser(), config.checkpoint
+    own = now.folder or str(root / RUN_FOLDER)
+    if now.load in ("none", "latest") or _absolute(now.load).startswith(_absolute(own) + os.sep):
+        return []
+    try:
+        before = tomllib.loads((root / KEPT).read_text(encoding="utf-8")).get("checkpoint", {})
+    except (OSError, ValueError):  # of an earlier version, or edited by hand: said where it is read
+        return []
+    if before.get("folder", "") != now.folder:
+        return []
+    load = str(before.get("load", "latest"))
+    if _absolute(load) != _absolute(now.load):
+        return [
+            f'checkpoint.load: expected "latest", since {root} has checkpoints of its own and was started '
+            f"with {load!r}, got {now.load!r}; drop the key to go on, or start a run of the same "
+            f"configuration from there by --config {root / KEPT} --train.output_dir FOLDER "
+            f"--checkpoint.load {now.load}"
+        ]
+    if now.load_only_model != before.get("load_only_model", False):
+        wanted, got = (str(each).lower() for each in (not now.load_only_model, now.load_only_model))
+        return [
+            f"checkpoint.load_only_model: expected {wanted}, as at the start from {now.load!r}, since {root} "
+            f'goes on with its own checkpoints, got {got}; drop the key, or set checkpoint.load = "latest"'
+        ]
+    return []
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
 
 
 def _no_run(root: Path, folder: str) -> str:

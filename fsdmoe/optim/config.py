@@ -23,6 +23,16 @@ TORCHAO_BLOCKS: dict[str, int] = {"torchao_8bit": 256, "torchao_4bit": 128, "tor
 """Elements that share a scale, as torchao's optimizers have them."""
 MAX_BETA2: dict[str, float] = {"bfloat16": 0.995, "float8": 0.99}
 """The slowest second moment that each format follows."""
+ADAMW_ONLY = (
+    "beta1",
+    "beta2",
+    "eps",
+    "moment_dtype",
+    "first_moment_dtype",
+    "second_moment_dtype",
+    "state_offload",
+)
+"""Settings that plain SGD does not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +133,7 @@ class OptimConfig:
                 "set that, or drop [optim.muon]"
             )
         if self.name == "sgd":
-            unread = [k for k in ("beta1", "beta2", "eps") if getattr(self, k) != getattr(OptimConfig, k)]
+            unread = [k for k in ADAMW_ONLY if getattr(self, k) != getattr(OptimConfig, k)]
             unread += ["weight_decay"] if self.weight_decay not in (0, OptimConfig.weight_decay) else []
             problems += [
                 f'optim.{key}: expected optim.name = "adamw" or "muon", which read it, got "sgd"; drop '

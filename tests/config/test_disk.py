@@ -68,3 +68,47 @@ def test_an_address_that_cannot_be_opened_here_is_refused_by_its_key(
 def test_an_address_that_goes_through_a_cache_is_taken(tmp_path: Path) -> None:
     folder = ["--checkpoint.folder", "simplecache::memory://bucket/run"]
     assert load_config(["--train.output_dir", str(tmp_path / "run"), *folder]).problems == ()
+
+
+def begun(folder: Path, load: str, **keys: object) -> str:
+    """A run that has a checkpoint of its own, and was started with this ``checkpoint.load``."""
+    (folder / "checkpoints/step_00000009").mkdir(parents=True)
+    (folder / "checkpoints/step_00000009/manifest.json").touch()
+    table = "".join(f"{key} = {value}\n" for key, value in keys.items())
+    (folder / "config.toml").write_text(f'[checkpoint]\nload = "{load}"\n{table}')
+    return str(folder)
+
+
+@pytest.mark.parametrize("program", [(), ("--evaluate-only",)])
+@pytest.mark.parametrize("load", ["other", "nowhere"])
+def test_a_run_that_has_begun_does_not_start_from_another_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], load: str, program: tuple[str, ...]
+) -> None:
+    run = begun(tmp_path / "run", "latest")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(SystemExit) as end:
+        load_config(["--run", run, "--checkpoint.load", str(tmp_path / load), *program])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert f'checkpoint.load: expected "latest", since {run} has checkpoints of its own' in said
+    assert f"--config {run}/config.toml --train.output_dir FOLDER --checkpoint.load {tmp_path / load}" in said
+
+
+def test_a_dry_run_finds_that_too(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run", "latest")
+    planned = load_config(["--run", run, "--checkpoint.load", "runs/nope", "--dry-run"])
+    assert [line.partition(":")[0] for line in planned.problems] == ["checkpoint.load"]
+
+
+def test_a_run_goes_on_by_the_command_that_it_was_started_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = str(tmp_path / "start")  # gone by now
+    run = begun(tmp_path / "run", start, load_only_model="true")
+    by_key = ["--train.output_dir", run, "--checkpoint.load", start]
+    for command in (["--run", run], [*by_key, "--checkpoint.load_only_model", "true"]):
+        assert load_config(command).config.checkpoint.load == start
+    assert load_config(["--run", run, "--checkpoint.load", f"{run}/checkpoints/step_00000009"])
+    with pytest.raises(SystemExit):
+        load_config([*by_key, "--checkpoint.load_only_model", "false"])
+    assert "checkpoint.load_only_model: expected true, as at the start" in capsys.readouterr().err

@@ -240,9 +240,19 @@ def test_the_section_refuses_such_a_beta_before_anything_is_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("beta1", 0.8), ("beta2", 0.999), ("eps", 1e-6), ("weight_decay", 0.05)]
+    ("key", "value"),
+    [
+        ("beta1", 0.8),
+        ("beta2", 0.999),
+        ("eps", 1e-6),
+        ("weight_decay", 0.05),
+        ("moment_dtype", "bfloat16"),
+        ("first_moment_dtype", "bfloat16"),
+        ("second_moment_dtype", "float8"),
+        ("state_offload", 0.5),
+    ],
 )
-def test_sgd_refuses_what_it_would_ignore(key: str, value: float) -> None:
+def test_sgd_refuses_what_it_would_ignore(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"optim\.{key}: .* got \"sgd\"; drop the line"):
         OptimConfig(name="sgd", **{key: value})
     OptimConfig(name="sgd", weight_decay=0.0)  # that is what it does

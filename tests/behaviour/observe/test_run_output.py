@@ -134,7 +134,9 @@ def test_a_finished_run_keeps_its_summary_when_it_is_run_again(finished: Path) -
     assert again.process.exitcode == 0, again.stderr
     assert "nothing left to train" in again.stderr
     assert [(path.read_text(), path.stat().st_mtime_ns) for path in left] == before
-    assert card_lines(again.stdout)["weights"] == "checkpoint of step 2 (checkpoint.load = latest)"
+    assert card_lines(again.stdout)["weights"] == (
+        f"checkpoint of step 2 ({finished / 'run'}/checkpoints/step_00000002)"
+    )
 
 
 def test_the_start_shows_what_the_run_is_a_line_a_fact(tmp_path: Path) -> None:
