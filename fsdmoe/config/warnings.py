@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from fsdmoe.checkpoint.hf_held import not_held
-from fsdmoe.config.schema import Config
+from fsdmoe.config.schema import Config, by_dotted_key
 from fsdmoe.data.tokenizer import tokenizer_file
 from fsdmoe.precision.recipes import REPLACED
 
@@ -18,6 +18,51 @@ _GPU_ONLY = {
 """Switches that change nothing on a CPU, and why."""
 
 
+_READ_WITH: dict[tuple[str, Callable[[Config], bool]], tuple[str, ...]] = {
+    ('optim.schedule = "wsd"', lambda config: config.optim.schedule == "wsd"): ("optim.decay_fraction",),
+    (
+        'optim.schedule = "cosine" or "wsd"',
+        lambda config: config.optim.schedule != "constant",
+    ): ("optim.min_lr_ratio",),
+    ("optim.qk_clip above 0", lambda config: config.optim.qk_clip > 0): ("optim.qk_clip_rows",),
+    ("memory.recompute", lambda config: bool(config.memory.recompute)): ("memory.layers",),
+    ("memory.offload", lambda config: bool(config.memory.offload)): (
+        "memory.offload_keep_last",
+        "memory.offload_limit_gib",
+    ),
+    ("experts.clones above 0", lambda config: config.experts.clones > 0): (
+        "experts.clone_rows",
+        "experts.clone_keep",
+    ),
+    ("experts.balance.device above 0", lambda config: config.experts.balance.device > 0): (
+        "experts.balance.device_scope",
+    ),
+    (
+        'experts.selection = "expert_choice"',
+        lambda config: config.experts.selection == "expert_choice",
+    ): ("experts.expert_choice.factor", "experts.expert_choice.max_experts_per_token"),
+    ("context_parallel.dynamic = true", lambda config: config.context_parallel.dynamic): (
+        "context_parallel.max_tokens",
+    ),
+    ("adapter.rank above 0", lambda config: config.adapter.rank > 0): (
+        "adapter.alpha",
+        "adapter.dropout",
+        "adapter.target_modules",
+        "adapter.target_parameters",
+        "adapter.freeze_base",
+    ),
+    ('data.kind = "preference"', lambda config: config.data.has_pairs): (
+        "preference.loss",
+        "preference.beta",
+    ),
+    ('health.on_spike = "rollback"', lambda config: config.health.on_spike == "rollback"): (
+        "health.max_rollbacks",
+    ),
+    ("model.hf", lambda config: config.model.hf is not None): ("train.fused_layers",),
+}
+"""What keys are read with, and how to tell."""
+
+
 def warnings_of(config: Config) -> list[str]:
     """Lines that start with the key they are about."""
     return [
@@ -25,6 +70,7 @@ def warnings_of(config: Config) -> list[str]:
         *_length_warnings(config),
         *_export_warnings(config),
         *_recipe_warnings(config),
+        *_unread_warnings(config),
     ]
 
 
@@ -68,6 +114,17 @@ def _recipe_warnings(config: Config) -> list[str]:
     """A recipe's name may outlive its kernels."""
     note = REPLACED.get(config.precision.recipe)
     return [] if note is None else [f"precision.recipe: {note}"]
+
+
+def _unread_warnings(config: Config) -> list[str]:
+    """Keys with another value than the default that another key switches off."""
+    values, defaults = (by_dotted_key(dataclasses.asdict(each)) for each in (config, Config()))
+    return [
+        f"{key}: has no effect without {needed}; set that, or drop the key"
+        for (needed, is_read), keys in _READ_WITH.items()
+        for key in keys
+        if values[key] != defaults[key] and not is_read(config)
+    ]
 
 
 def cpu_warnings(config: Config, written: Collection[str]) -> list[str]:

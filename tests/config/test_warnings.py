@@ -1,11 +1,13 @@
 """Keys that are allowed and change nothing are named."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
 from fsdmoe.config import load_config, warnings
+from fsdmoe.config.build import compose
 
 
 def test_keys_for_a_gpu_are_named_where_there_is_none(
@@ -73,3 +75,31 @@ def test_a_cpu_multiplies_bfloat16_where_onednn_says_so_or_cannot_be_asked(
         assert warnings.multiplies_bf16() is answer
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     assert warnings.multiplies_bf16()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reader"),
+    [
+        ("optim.decay_fraction", "0.5", ("optim.schedule", "wsd")),
+        ("memory.layers", "0-1", ("memory.recompute", "norms")),
+        ("experts.expert_choice.factor", "2", ("experts.selection", "expert_choice")),
+        ("health.max_rollbacks", "5", ("health.on_spike", "rollback")),
+    ],
+)
+def test_keys_that_another_one_switches_off_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str, reader: tuple[str, str]
+) -> None:
+    run = ["--train.output_dir", str(tmp_path / "run"), "--experts.balance.sequence", "0"]
+    load_config([*run, f"--{key}", value])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fsdmoe: warning: {key}: has no effect without {reader[0]}")
+    load_config([*run, f"--{key}", value, f"--{reader[0]}", reader[1]])
+    assert "has no effect" not in capsys.readouterr().err
+
+
+def test_packaged_configurations_set_no_key_that_is_not_read() -> None:
+    files = sorted((Path(__file__).parents[2] / "fsdmoe/configs").rglob("*.toml"))
+    assert files
+    for file in files:
+        config, _ = compose(tomllib.loads(file.read_text()), {}, [], needs_data=False)
+        assert not warnings._unread_warnings(config), file
