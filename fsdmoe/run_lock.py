@@ -150,6 +150,13 @@ class RunLock:
             f"there are none, remove {self.path.parent}/.{LOCK}-*"
         )
 
+    def holder(self) -> Holder | None:
+        """The run that holds the folder, or may; none where there is no lock, or its holder has ended."""
+        held = self._read()
+        if held is None or self._judge(held, Holder.of_this_process())[0] is HolderState.GONE:
+            return None
+        return held
+
     def require(self) -> None:
         """Refuse to go on where another run has taken the folder over."""
         held = self._read()

@@ -207,7 +207,7 @@ def check_script(command: Command) -> None:
 def check_module(command: Command) -> None:
     _, module, *words = command.program
     if module == "fsdmoe.checkpoint":
-        checkpoint_parser().parse_args(words)
+        checkpoint_parser("fsdmoe checkpoint")[0].parse_args(words)
     elif module == "fsdmoe.plan":
         plan_parser().parse_args(words)
     elif module in ("fsdmoe.plan.fake_step", "fsdmoe.train"):

@@ -53,15 +53,26 @@ from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import own_rank
 from fsdmoe.hush import hush_libraries
+from fsdmoe.rules import nearest
+from fsdmoe.run_lock import RunLock
 
+_PIPE_WIDTH = 1000
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 when it cannot be done, 2 for a wrong command line."""
-    options = _parser().parse_args(arguments)
+    program = "python -m fsdmoe.checkpoint" if arguments is None else "fsdmoe checkpoint"
+    parser, commands = _parser(program)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        found = nearest(words[0], commands)
+        print(f"{program}: {words[0]}: expected a command, got another word; {found}", file=sys.stderr)
+        return 2
+    options = parser.parse_args(words)
     hush_libraries()
-    console = Console(quiet=own_rank() != 0)
+    # In a file or a pipe a row is a line, however long, so that names can be searched for.
+    console = Console(quiet=own_rank() != 0, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     try:
         with _ranks():
             return options.run(options, console)
@@ -70,10 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdmoe.checkpoint", description="Look at checkpoints and convert them."
-    )
+def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser, and the names of the commands."""
+    parser = argparse.ArgumentParser(prog=program, description="Look at checkpoints and convert them.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(
@@ -162,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--inexact", action="store_true", help="allow shapes that differ from the dense model at first"
     )
-    return parser
+    return parser, list(commands.choices)
 
 
 def _add_dcp_commands(add: Callable[..., argparse.ArgumentParser], found: tuple[str, str]) -> None:
@@ -331,9 +341,21 @@ def _prune(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             f"{options.path}: expected a folder of checkpoints, got one checkpoint; name its folder"
         )
-    gone = from_first(lambda: retain(open_storage(root), options.keep_last, options.keep_every))
-    console.print(f"{root}: deleted {', '.join(gone) or 'nothing'}")
+    storage = open_storage(root)
+    if holder := from_first(lambda: _run_of(root)):
+        console.print(f"{root}: {holder}, holds this folder and may be running; it goes on saving here")
+    gone = from_first(lambda: retain(storage, options.keep_last, options.keep_every))
+    kept = [entry.name for entry in from_first(lambda: entries(storage))]
+    console.print(f"{root}: deleted {', '.join(gone) or 'nothing'}; kept {', '.join(kept)}")
     return 0
+
+
+def _run_of(root: str) -> str:
+    """The run that holds the folder of checkpoints, or the run's folder around it; empty without one."""
+    if "://" in root:  # an object store has no locks
+        return ""
+    found = (RunLock(folder).holder() for folder in (Path(root), Path(root).parent))
+    return next((str(holder) for holder in found if holder is not None), "")
 
 
 def _diff(options: argparse.Namespace, console: Console) -> int:

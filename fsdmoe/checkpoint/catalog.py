@@ -21,6 +21,7 @@ from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.reader import peek_serial
 from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import near_file
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,9 @@ def require(path: StrPath, limits: Limits | None = None) -> tuple[str, list[str]
                 "metadata is a pickle; convert it once with `python -m fsdmoe.checkpoint from-dcp` and load "
                 "the result"
             )
+        if "://" not in os.fspath(path) and not os.path.exists(os.path.expanduser(path)):
+            fix = near_file(os.fspath(path).rstrip("/")) or "name the folder of a checkpoint or of a run"
+            raise CheckpointError(f"{os.fspath(path)}: no checkpoint here: it does not exist; {fix}")
         raise CheckpointError(
             f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one, nor a Hugging Face "
             "folder's *.safetensors; name the folder of one (a model of the Hub: download it first)"

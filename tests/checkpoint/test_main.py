@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from fsdmoe.checkpoint import CheckpointConfig, Checkpointer
 from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.checkpoint.hf_config import config_json
 from fsdmoe.models import Decoder
+from fsdmoe.run_lock import RunLock
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_dense import dense
 from tests.support.hf_pairs import hf_model, randomize, tiny
@@ -58,6 +61,15 @@ def test_list_and_prune_show_and_delete_checkpoints(folder: Path, capsys: pytest
     assert code == 0
     assert "deleted step_00000001" in " ".join(out.split())
     assert not (folder / "step_00000001").exists()
+    assert "kept step_00000002" in out
+    assert "may be running" not in out
+    lock = RunLock(folder)
+    lock.take()
+    _, out, _ = run(capsys, "prune", folder, "--keep-last", 1)
+    lock.release()
+    assert f"the run of host {socket.gethostname()}, pid {os.getpid()}" in out
+    assert "holds this folder and may be running" in out
+    assert "deleted nothing; kept step_00000002" in out
     code, _, err = run(capsys, "prune", folder / "step_00000002", "--keep-last", 1)
     assert code == 1
     assert "expected a folder of checkpoints" in " ".join(err.split())
@@ -75,6 +87,14 @@ def test_diff_names_the_tensors_that_differ(folder: Path, capsys: pytest.Capture
     assert code == 1
     assert "at most 0.5" in out
     assert "only in third" in out
+
+
+def test_a_long_name_stands_on_one_line_in_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = ".".join(["base_model.model.layers.0.moe.experts"] * 8)
+    for number in (1, 2):
+        checkpoint.save(folder / f"long{number}", w={name: torch.full((2,), float(number))})
+    _, out, _ = run(capsys, "diff", folder / "long1", folder / "long2")
+    assert [line for line in out.splitlines() if f"w/{name}" in line and "at most 1" in line]
 
 
 def test_diff_lists_weights_first_and_counters_in_one_line(
@@ -119,9 +139,16 @@ def test_wrong_calls_have_other_exit_codes(tmp_path: Path, capsys: pytest.Captur
     code, _, err = run(capsys, "inspect", tmp_path / "nowhere")
     assert code == 1
     assert "no checkpoint here" in err
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    _, _, err = run(capsys, "verify", tmp_path / "run/checkpoint")
+    assert f"it does not exist; did you mean {tmp_path}/run/checkpoints?" in err
+    code, _, err = run(capsys, "veryfy", tmp_path)
+    assert code == 2
+    assert "fsdmoe checkpoint: veryfy: expected a command, got another word; did you mean verify?" in err
     with pytest.raises(SystemExit) as caught:
-        main(["frobnicate"])
+        main(["--frobnicate"])
     assert caught.value.code == 2
+    assert "usage: fsdmoe checkpoint " in capsys.readouterr().err
 
 
 @requires_transformers
