@@ -170,11 +170,12 @@ class Meshes:
             sizes = {_share_of_nodes([self.node_of(rank) for rank in ranks]) for ranks in ranks_GP.tolist()}
             size = sizes.pop()
             if sizes or size < 2:
-                nodes = by_rank([self.node_of(rank) for rank in range(self.degrees.world_size)])
+                nodes = [self.node_of(rank) for rank in range(self.degrees.world_size)]
+                got = f"node {by_rank(nodes)}" if len(set(nodes)) > 1 else "all ranks on one node"
                 raise ConfigError(
                     "experts.dispatcher: by_node expected each group of mesh.ep = "
                     f"{self.degrees.ep} ranks to have equally many, two or more, on each of several nodes, "
-                    f"got as the node of every rank {nodes}; set experts.dispatcher = "
+                    f"got {got}; set experts.dispatcher = "
                     '"all_to_all", or another mesh.ep'
                 )
             own_NM = self._by_axis[Axis.EP].mesh.view(-1, size)

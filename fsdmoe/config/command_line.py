@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdmoe import events
 from fsdmoe.config.build import compose
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
@@ -97,12 +98,16 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere, name=name)
     fitted = fit_mesh(config, world_size)
     findings = cross_problems(fitted, world_size, is_here=not is_plan)
-    problems += [line for keys, line in findings if wrong.isdisjoint(keys)]
+    refused = [line for keys, line in findings if wrong.isdisjoint(keys)]
+    if resuming and any(line.startswith("mesh") for line in refused):
+        problems += _other_ranks(resuming, flags[resuming], world_size)
+    problems += refused
     if "--print-config" in flags:
         _print_config(config, problems)
     found: Problems = []
     if not is_elsewhere:  # a run that is refused already makes no folders
-        findings = disk_findings(config, is_plan=is_plan, is_refused=bool(problems))
+        writes = "--evaluate-only" not in flags
+        findings = disk_findings(config, is_plan=is_plan, is_refused=bool(problems), writes=writes)
         found += [line for keys, line in findings if wrong.isdisjoint(keys)]
     if not is_plan and not problems and "--evaluate-only" not in flags:
         found += meeting_problems() or memory_problems(fitted, world_size)
@@ -158,6 +163,17 @@ def _with_mesh_that_fits(
         line = f"the mesh of the run is not for {world_size} ranks, which share all weights instead"
         print(f"fsdmoe: --evaluate-only: {line}", file=sys.stderr, flush=True)
     return {name: table for name, table in mapping.items() if name != "mesh"}
+
+
+def _other_ranks(flag: str, folder: str, world_size: int) -> Problems:
+    """What to say first where the mesh of a run is not for the ranks of this start."""
+    before = [row["ranks"] for row in events.read(Path(folder).expanduser()) if "ranks" in row]
+    if not before or before[-1] == world_size:
+        return []
+    return [
+        f"{flag}: expected the {before[-1]} ranks of the run's last start, or a mesh for others, got "
+        f"{world_size}; add --nproc-per-node {before[-1]} (over all hosts), or change the mesh as below"
+    ]
 
 
 def _print_config(config: Config, problems: Problems) -> NoReturn:

@@ -19,16 +19,19 @@ from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.rules import choice_like
 
 
-def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) -> Findings:
+def disk_findings(
+    config: Config, *, is_plan: bool, is_refused: bool = False, writes: bool = True
+) -> Findings:
     """Whether the data is there and its tokens are known to the model, and the folders of the run and of its
-    checkpoints can be written. A run makes these folders, unless it ``is_refused`` already. A plan
+    checkpoints can be written. A run makes these folders, unless it ``is_refused`` already; one that only
+    evaluates ``writes`` nothing, and is not asked for them. A plan
     (``is_plan``) makes nothing, and also finds what a run would only see once it builds its model."""
     only_looks = is_plan or is_refused
     problems, tokenizer = data_problems(config.data, is_plan=only_looks)
     found: Findings = [((line.partition(":")[0], "model.hf"), line) for line in problems]
     if tokenizer is not None:
         found += _vocabulary_findings(config, tokenizer)
-    for key, name in _folders(config):
+    for key, name in _folders(config) if writes else ():
         folder = Path(name).expanduser()
         if why := why_not_writable(folder, make=not only_looks):
             line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"

@@ -29,7 +29,13 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
     stated = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | fields
     for key in [key for key in values if key in stated and key not in ("hf", "random_weights")]:
         written = None if values[key] == "none" else values[key]
-        if not _says_the_same(written, stated[key]):
+        if key == "preset" and not _says_the_same(written, stated[key]):
+            problems.append(
+                "model.preset: expected none, since the folder of model.hf decides the model, got "
+                f"{written!r}; take preset out of [model] in the file of --config (of a packaged one: in a "
+                "copy)"
+            )
+        elif not _says_the_same(written, stated[key]):
             problems.append(
                 f"model.{key}: the folder of model.hf means {stated[key]!r}, got {written!r}; drop the key"
             )

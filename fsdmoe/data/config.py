@@ -340,9 +340,12 @@ def check_batch(global_batch_size: int, micro_batch_size: int, *, dp_size: int) 
     multiple = dp_size * micro_batch_size
     if global_batch_size % multiple:
         share, rest = divmod(global_batch_size, dp_size)
+        wanted = f"{multiple}"
+        if global_batch_size > multiple:
+            wanted = f"a multiple of {multiple}, such as {-(-global_batch_size // multiple) * multiple}"
+        divisor = "1" if share == 1 else f"a divisor of {share}"
         raise ConfigError(
             f"train.global_batch_size: {global_batch_size} sequences cannot be divided over {dp_size} "
-            f"data-parallel ranks in micro-batches of {micro_batch_size}; choose a multiple of "
-            f"{multiple}, such as {-(-global_batch_size // multiple) * multiple}"
-            + (f", or a divisor of {share} for train.micro_batch_size" if not rest else "")
+            f"data-parallel ranks in micro-batches of {micro_batch_size}; choose {wanted}"
+            + (f", or {divisor} for train.micro_batch_size" if not rest else "")
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from fsdmoe import events
 from fsdmoe.config.kept import KEPT, kept_values
 from fsdmoe.errors import ConfigError
-from fsdmoe.observe.compare import ComparedRun, differences, held_out_note, page, read_run, table
+from fsdmoe.observe.compare import ComparedRun, differences, notes, page, read_run, table
 from fsdmoe.observe.console import print_table, suppress_broken_pipe
 from fsdmoe.observe.exposed import exposure
 from fsdmoe.observe.exposed import table as exposed_table
@@ -85,7 +85,7 @@ def _compare(folders: Sequence[str], html: Path) -> None:
     runs = read_runs(folders)
     columns = ["", *(run.name for run in runs)]
     print_table("Runs", columns, table(runs))
-    if note := held_out_note(runs):
+    for note in notes(runs):
         print(note)
     for run in runs:
         if run.config is None:

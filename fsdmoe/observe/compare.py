@@ -186,7 +186,9 @@ def _last_loss(run: ComparedRun, over: str = "steps", end: float = math.inf) -> 
 
 
 def held_out_note(runs: Sequence[ComparedRun]) -> str | None:
-    """Why the evaluation losses of the runs cannot be compared, as far as their configurations tell."""
+    """Why the evaluation losses of the runs cannot be compared, as far as their configurations tell; none
+    where no two of them have any."""
+    runs = [run for run in runs if run.history.evals]
     deciding = [
         key
         for key, *_ in differences(runs)
@@ -198,6 +200,28 @@ def held_out_note(runs: Sequence[ComparedRun]) -> str | None:
         f"Evaluation losses are not over the same rows (different {', '.join(deciding)}): evaluate the runs "
         "with --evaluate-only and one setting of these to compare them."
     )
+
+
+def other_losses_note(runs: Sequence[ComparedRun]) -> str | None:
+    """Which losses the runs are trained on, where these are not the same."""
+    losses: dict[str, list[str]] = {}
+    for run in runs:
+        if run.config is not None:
+            losses.setdefault(_loss_of(run.config), []).append(run.name)
+    if len(losses) < 2:
+        return None
+    told = ", ".join(f"{loss} in {', '.join(names)}" for loss, names in losses.items())
+    return f"Losses are not of the same kind ({told}): they do not compare."
+
+
+def _loss_of(config: Mapping[str, Any]) -> str:
+    kinds = [config.get("data.kind"), *(source.get("kind") for source in config.get("data.sources") or ())]
+    return f"DPO ({config.get('preference.loss')})" if "preference" in kinds else "cross-entropy"
+
+
+def notes(runs: Sequence[ComparedRun]) -> list[str]:
+    """What to know before figures are compared."""
+    return [note for note in (other_losses_note(runs), held_out_note(runs)) if note is not None]
 
 
 def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
@@ -259,5 +283,5 @@ def page(runs: Sequence[ComparedRun], *, is_live: bool = False) -> str:
     return template.render(
         runs=[run.name for run in runs], table=table(runs), differences=differences(runs), charts=charts,
         loads=loads, without_config=[run.name for run in runs if run.config is None], is_live=is_live,
-        held_out_note=held_out_note(runs), most_layers=MOST_LAYERS,
+        notes=notes(runs), most_layers=MOST_LAYERS,
     )  # fmt: skip

@@ -200,13 +200,13 @@ BAD = {
         {"train": {"global_batch_size": 10}},
         {},
         4,
-        r"train\.global_batch_size: 10 .* multiple of 16, such as 16$",
+        r"train\.global_batch_size: 10 .* micro-batches of 4; choose 16$",
     ),
     "micro-batch not divisible": (
         {"train": {"global_batch_size": 12, "micro_batch_size": 8}},
         {},
         2,
-        r"train\.global_batch_size: 12 .* of 16, such as 16, or a divisor of 6 for train\.micro_batch_size$",
+        r"train\.global_batch_size: 12 .* of 8; choose 16, or a divisor of 6 for train\.micro_batch_size$",
     ),
     "top-k above experts": (
         {"model": {"num_experts_per_tok": 9}},

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from fsspec.registry import known_implementations
 
+from fsdmoe import events
 from fsdmoe.config import load_config
 
 
@@ -112,3 +113,24 @@ def test_a_run_goes_on_by_the_command_that_it_was_started_with(
     with pytest.raises(SystemExit):
         load_config([*by_key, "--checkpoint.load_only_model", "false"])
     assert "checkpoint.load_only_model: expected true, as at the start" in capsys.readouterr().err
+
+
+def test_an_evaluation_makes_no_folder_and_needs_none_that_can_be_written(tmp_path: Path) -> None:
+    load_config(["--train.output_dir", str(tmp_path / "run"), "--evaluate-only"])
+    (tmp_path / "file").touch()
+    load_config(["--train.output_dir", str(tmp_path / "file" / "run"), "--evaluate-only"])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_ranks_of_the_run_are_named_where_its_mesh_is_not_for_these(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text("[mesh]\nep = 2\n")
+    events.append(tmp_path, "start", step=0, ranks=2)
+    with pytest.raises(SystemExit):
+        load_config(["--resume", str(tmp_path)], world_size=1)
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert "--resume: expected the 2 ranks of the run's last start, or a mesh for others, got 1" in first
+    assert "add --nproc-per-node 2" in first
+    assert "mesh.ep: " in second
+    assert "torchrun" not in second

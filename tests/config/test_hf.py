@@ -113,3 +113,15 @@ def test_weights_that_are_pickles_or_named_themselves_are_told_what_to_do(
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith("fsdmoe: model.hf: expected")
     assert line.format(folder=folder) in first
+
+
+def test_a_preset_next_to_a_folder_is_told_where_to_take_it_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own.toml").write_text('[model]\npreset = "qwen3-30b-a3b"\n')
+    with pytest.raises(SystemExit):
+        load_config(["--config", str(folder / "own.toml"), *arguments(folder, *text(folder))])
+    assert (
+        "model.preset: expected none, since the folder of model.hf decides the model, got 'qwen3-30b-a3b'; "
+        "take preset out of [model] in the file of --config"
+    ) in capsys.readouterr().err

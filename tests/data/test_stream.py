@@ -47,6 +47,7 @@ def test_micro_batch_size_does_not_change_the_rows():
     [
         (3, 8, 1, "8 sequences .* over 3 data-parallel ranks .* of 1; choose a multiple of 3, such as 9$"),
         (2, 12, 4, "choose a multiple of 8, such as 16, or a divisor of 6 for train.micro_batch_size$"),
+        (16, 16, 8, "in micro-batches of 8; choose 128, or 1 for train.micro_batch_size$"),
         (1, 0, 1, "expected 1 or more, got 0"),
     ],
 )

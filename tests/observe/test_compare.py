@@ -10,7 +10,7 @@ import pytest
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.observe.__main__ import main, read_runs
-from fsdmoe.observe.compare import differences, held_out_note, page, table
+from fsdmoe.observe.compare import differences, held_out_note, notes, page, table
 
 KEPT = """# The configuration of this run
 #   train.steps    command line
@@ -161,3 +161,30 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert "tokens/s, median" in shown.out, "the table needs no charts"
     assert "pip install 'fsdmoe[charts]'" in shown.err
+
+
+def test_runs_without_evaluations_have_no_note_on_their_rows(tmp_path):
+    folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
+    for folder, holdout in zip(folders, (0.01, 0.1), strict=True):
+        kept = folder / "config.toml"
+        kept.write_text(f"{kept.read_text()}[data]\nholdout = {holdout}\n")
+    assert notes(read_runs(list(map(str, folders))))
+    metrics = folders[0] / "metrics.jsonl"
+    metrics.write_text("".join(row for row in metrics.open() if "eval_loss" not in row))
+    assert notes(read_runs(list(map(str, folders)))) == []
+
+
+def test_losses_of_different_kinds_are_noted(tmp_path):
+    tables = [
+        '[data]\nkind = "text"\n',
+        '[[data.sources]]\nkind = "preference"\n[preference]\nloss = "ipo"\n',
+    ]
+    folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
+    for folder, table_of in zip(folders, tables, strict=True):
+        kept = folder / "config.toml"
+        kept.write_text(kept.read_text() + table_of)
+    runs = read_runs(list(map(str, folders)))
+    note = "Losses are not of the same kind (cross-entropy in a, DPO (ipo) in b): they do not compare."
+    assert notes(runs)[0] == note
+    assert note in page(runs)
+    assert notes(runs[:1]) == []

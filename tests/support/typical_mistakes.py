@@ -107,7 +107,7 @@ VALUES = {
         "--model.num_experts_per_tok 9", "model.num_experts_per_tok", "8"
     ),
     "ep that does not divide": Typical("--mesh.ep 3", "mesh.ep", "2"),
-    "ep above the ranks": Typical("--mesh.ep 8", "mesh.ep", "torchrun --nproc-per-node 8"),
+    "ep above the ranks": Typical("--mesh.ep 8", "mesh.ep", "--nproc-per-node 8"),
     "a batch that does not divide": Typical("--train.global_batch_size 3", "train.global_batch_size", "4"),
     "a negative rate": Typical("--optim.lr -1e-4", "optim.lr", "above 0"),
     "graphs on a CPU": Typical("--train.graphs layer", "train.graphs", '"none"'),

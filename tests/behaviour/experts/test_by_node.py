@@ -253,9 +253,9 @@ def _refused(node_size: int, ep: int) -> str:
 @pytest.mark.parametrize(
     ("node_size", "ep", "nodes"),
     [
-        (4, 4, "0 on ranks 0-3"),  # one node
-        (2, 2, "0 on ranks 0-1, 1 on ranks 2-3"),  # each group on one
-        (1, 4, "0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3"),  # each rank on one
+        (4, 4, "all ranks on one node"),
+        (2, 2, "node 0 on ranks 0-1, 1 on ranks 2-3"),  # each group on one
+        (1, 4, "node 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3"),  # each rank on one
     ],
 )
 def test_groups_that_are_not_spread_evenly_are_refused_on_all_ranks(
@@ -263,7 +263,7 @@ def test_groups_that_are_not_spread_evenly_are_refused_on_all_ranks(
 ) -> None:
     wanted = (
         f"experts.dispatcher: by_node expected each group of mesh.ep = {ep} ranks to have equally many, two "
-        f"or more, on each of several nodes, got as the node of every rank {nodes}; set experts.dispatcher "
+        f"or more, on each of several nodes, got {nodes}; set experts.dispatcher "
         '= "all_to_all", or another mesh.ep'
     )
     assert run_ranks(_refused, 4, node_size, ep) == [wanted] * 4
