@@ -19,7 +19,7 @@ class CloneExchange(Protocol):
 
     @property
     def num_here(self) -> int:
-        """Clones that this rank has, or has room for: M."""
+        """Clones that this rank has, or has memory for: M."""
         ...
 
     @property

@@ -125,7 +125,7 @@ class CloneWeights:
         transit = self._transit
         num_here = transit.exchange.num_here
         # Own ones are copied while rows and clones are under way.
-        joined = [_with_room(weight, num_here) for weight in transit.own[:2]] if num_here else []
+        joined = [_with_slots(weight, num_here) for weight in transit.own[:2]] if num_here else []
         *received, self._handle = _Receive.apply(transit, self._handle)
         if num_here:
             if transit.keeps:
@@ -142,7 +142,7 @@ class CloneWeights:
         return _Tie.apply(self._transit, y_RD, self._handle)
 
 
-def _with_room(own: Tensor, num_clones: int) -> Tensor:
+def _with_slots(own: Tensor, num_clones: int) -> Tensor:
     """A copy, with room for clones behind it."""
     own = own.detach()
     joined = own.new_empty(len(own) + num_clones, *own.shape[1:])

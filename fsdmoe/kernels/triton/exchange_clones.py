@@ -8,8 +8,8 @@
 
 Every rank has S slots. A plan on the device tells their experts (``ClonePlan.experts_PS``; E where a slot is
 free), and nothing is moved for a slot that is free. Weights are written to those who need them, as rows are.
-Gradients are read by those who need them: so each rank needs memory for its own slots alone. They are added in
-fp32 and in the order of ranks, each element by one thread, so that a run can be repeated bit by bit.
+Gradients are read by those who need them: so each rank needs memory for its own slots alone. They are added
+in fp32 and in the order of ranks, each element by one thread, so that a run can be repeated bit by bit.
 
 Where a rank did not come to a barrier in time (``missing``), what is read is not a number, as for rows
 (:mod:`fsdmoe.kernels.triton.exchange_rows`).
