@@ -143,7 +143,7 @@ class CloneWeights:
 
 
 def _with_slots(own: Tensor, num_clones: int) -> Tensor:
-    """A copy, with room for clones behind it."""
+    """A copy, with memory for clones behind it."""
     own = own.detach()
     joined = own.new_empty(len(own) + num_clones, *own.shape[1:])
     joined[: len(own)] = own

@@ -11,18 +11,32 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.testing import requires_nccl
+from tests.support.flex_gpu_ranks import CHECKS
 from tests.support.one_gpu import run_ranks_on_one_gpu
 
 pytestmark = requires_nccl
 WORLD_SIZE = 4
 
 
+CLONE_CHECKS = ("clones", "clones_bf16", "clones_graph", "clones_model")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What came of each check on each rank, in a file of its own."""
-    folder = tmp_path_factory.mktemp("flex")
+    names = [name for name in CHECKS if name not in CLONE_CHECKS]
+    return run_checks(tmp_path_factory.mktemp("flex"), *names)
+
+
+@pytest.fixture(scope="module")
+def clone_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of checks of clones, in processes of their own: together they would take too long."""
+    return run_checks(tmp_path_factory.mktemp("clones"), *CLONE_CHECKS)
+
+
+def run_checks(folder: Path, *names: str) -> Path:
     try:
-        print(run_ranks_on_one_gpu(WORLD_SIZE, "-m", "tests.support.flex_gpu_ranks", str(folder)))
+        print(run_ranks_on_one_gpu(WORLD_SIZE, "-m", "tests.support.flex_gpu_ranks", str(folder), *names))
     except AssertionError as error:
         (folder / "printed").write_text(str(error))
     return folder
@@ -68,20 +82,20 @@ def test_a_chunk_is_computed_while_another_is_under_way(results: Path) -> None:
     check(results, "chunks")
 
 
-def test_clones_equal_one_process(results: Path) -> None:
-    check(results, "clones")
+def test_clones_equal_one_process(clone_results: Path) -> None:
+    check(clone_results, "clones")
 
 
-def test_clones_by_the_kernels_for_bf16_repeat_bit_by_bit_and_nobody_waits(results: Path) -> None:
-    check(results, "clones_bf16")
+def test_clones_by_the_kernels_for_bf16_repeat_bit_by_bit_and_nobody_waits(clone_results: Path) -> None:
+    check(clone_results, "clones_bf16")
 
 
-def test_a_captured_layer_with_clones_replays_other_tokens(results: Path) -> None:
-    check(results, "clones_graph")
+def test_a_captured_layer_with_clones_replays_other_tokens(clone_results: Path) -> None:
+    check(clone_results, "clones_graph")
 
 
-def test_a_model_with_clones_trains_alike_with_checked_buffers(results: Path) -> None:
-    check(results, "clones_model")
+def test_a_model_with_clones_trains_alike_with_checked_buffers(clone_results: Path) -> None:
+    check(clone_results, "clones_model")
 
 
 def test_rows_of_a_rank_that_came_too_late_are_not_used(results: Path) -> None:
