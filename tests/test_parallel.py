@@ -201,7 +201,7 @@ def mistakes(folder: str) -> dict[str, str]:
 def test_mistakes_are_refused_with_the_fix(tmp_path: Path) -> None:
     fixes = {
         "twice": "parallelize: this MixtralForCausalLM is parallel already; call parallelize",
-        "no_path": "name the folder of one",
+        "no_path": "name the folder of a checkpoint or of a run",
         "indivisible": "mesh.ep: expected a divisor of the 5 experts, got 2",
         "parameters": "take model.parameters() after fsdmoe.parallelize",
         "save_pretrained": "fsdmoe.checkpoint.to_hf",

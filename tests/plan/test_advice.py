@@ -36,7 +36,7 @@ def test_every_line_gains_over_the_first_and_the_largest_gain_stands_first(gpu: 
 
 
 def test_what_somebody_fixed_is_named_where_it_costs_most() -> None:
-    first = planned(Request("qwen3-30b-a3b", 16, "h200", 4096, fixed=MESH._replace(recompute="layer")))[0]
+    first = planned(Request("qwen3-30b-a3b", 64, "h200", 4096, fixed=MESH._replace(recompute="layer")))[0]
     assert first.text == "memory.recompute: leave it free"
     assert first.gain > 0.1
     assert "recompute" in first.follows or "micro-batch" in first.follows

@@ -100,7 +100,7 @@ def test_host_memory_is_a_limit_that_the_request_sets() -> None:
 
     def host_of_best(gib: int | None) -> float:
         return (
-            answer(Request("qwen3-30b-a3b", 8, "h100", 4096, None, None, fixed, gib))[
+            answer(Request("qwen3-30b-a3b", 8, "h100", 8192, None, None, fixed, gib))[
                 1
             ].best.found.memory.host
             / GIB

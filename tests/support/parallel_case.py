@@ -195,7 +195,7 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
             sub_batches=layout.sub_batches,
             clones=layout.clones,
             clone_rows=0,
-            flex=FlexConfig(rows=8.0),
+            flex=FlexConfig(rows=8.0) if layout.dispatcher == "flex" else FlexConfig(),
         ),
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),

@@ -153,7 +153,7 @@ def test_the_router_equals_plain_torch_with_all_its_terms(name: str, launches: l
 
     assert_same(compute, [x, *router.parameters()])
     assert torch.equal(*decided)
-    assert launches == ["_forward_kernel", "_backward_kernel"]
+    assert launches == ["_forward_kernel", "_balance_kernel", "_backward_kernel"]
 
 
 def test_what_the_router_kernel_does_not_know_goes_the_plain_way(launches: list[str]) -> None:
