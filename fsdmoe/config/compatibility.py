@@ -123,6 +123,17 @@ CLONE_ROWS = (
 )  # fmt: skip
 """What sees experts, or rows on their way to them, in a form of its own."""
 
+RESEND_ROWS = (
+    Row(on.RESENT_ROWS, on.BY_NODE, NOT_BUILT, "rows that a node hands on are not sent again"),
+    Row(on.RESENT_ROWS, on.FLEX, NOT_BUILT, "rows of all layers are written into the same buffers"),
+    Row(on.RESENT_ROWS, on.EXPERT_TENSOR_PARALLELISM, NOT_BUILT,
+        "rows are handed on to the ranks that share an expert"),
+    Row(on.RESENT_ROWS, on.SUB_BATCHES, NOT_BUILT, "outputs come back while the next layer runs"),
+    Row(on.RESENT_ROWS, on.KEPT_ROWS, CANNOT, "sorted rows are kept in place of received ones"),
+    Row(on.RESENT_ROWS, on.KEPT_CODES, CANNOT, "codes are kept in place of received rows"),
+)  # fmt: skip
+"""What keeps rows in another form, or receives them in two exchanges."""
+
 _APART = "replicas plan their micro-batches apart and cannot count over the global batch together"
 _REFERENCE = "their reference is the model without its adapters"
 
@@ -256,8 +267,8 @@ TESTED_ROWS = (
 EXACT = (
     EXPERT_PARALLELISM, on.EXPERT_TENSOR_PARALLELISM, on.TENSOR_PARALLELISM, on.CONTEXT_PARALLELISM,
     on.EXCHANGED_HEADS, on.REPLICAS, on.CHUNKS, on.SUB_BATCHES, on.CLONES, on.FLEX, on.SEQUENTIAL, on.RECORD,
-    on.RECOMPUTED_LAYERS, on.RECOMPUTED_ATTENTION, on.RECOMPUTED_EXPERTS, on.ZERO_1, on.ZERO_2,
-    on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD,
+    on.RECOMPUTED_LAYERS, on.RECOMPUTED_ATTENTION, on.RECOMPUTED_EXPERTS, on.RESENT_ROWS, on.ZERO_1,
+    on.ZERO_2, on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD,
     on.KEPT_ROWS,
 )  # fmt: skip
 """Features that change no number of a run, and do something on a CPU. Two of them that no row refuses are
@@ -272,7 +283,8 @@ def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
 
 
 REFUSED: tuple[Row, ...] = (
-    *GRAPH_ROWS, *SUB_BATCH_ROWS, *CLONE_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS, *TORCHAO_ROWS,
+    *GRAPH_ROWS, *SUB_BATCH_ROWS, *CLONE_ROWS, *RESEND_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, *ROUNDED_ROWS,
+    *TORCHAO_ROWS,
     *KEPT_CODES_ROWS, *KEPT_ROWS_ROWS, *HEAD_ROWS, *MUON_ROWS, *QK_CLIP_ROWS, *EMA_ROWS, EXPERTS_ELSEWHERE,
     *OTHER_ROWS, *DETERMINISTIC_ROWS,
 )  # fmt: skip

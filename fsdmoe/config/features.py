@@ -172,10 +172,11 @@ _OF_ATTENTION: tuple[Part, ...] = ("norms", "attention_projections", "mla_up", "
 RECOMPUTED_SIDE = _recomputes(
     "recomputed parts of attention", "one of " + ", ".join(_OF_ATTENTION), _OF_ATTENTION
 )
+RESENT_ROWS = _recomputes("rows sent again in backward", '["dispatch"]', ("dispatch",))
 RECOMPUTED_EXPERTS = _recomputes(
     "recomputed parts of experts",
     "one of experts, router, shared_experts",
-    tuple(part for part in get_args(Part) if part not in _OF_ATTENTION),
+    tuple(part for part in get_args(Part) if part not in ("dispatch", *_OF_ATTENTION)),
 )
 DEBUG = switch("checked buffers", "fsdp.debug")
 ZERO_2 = choice("gradients and states sharded (ZeRO-2)", "fsdp.shard", "grads", "params")

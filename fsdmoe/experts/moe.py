@@ -242,6 +242,10 @@ class MoE(nn.Module):
         else:
             self.memory_calls.pop("route", None)
 
+    def send_again(self) -> None:
+        """Send the experts' rows again in backward in place of keeping them."""
+        self._routed.send_again()
+
     @property
     def sub_batches(self) -> int:
         """In how many to call it, by :meth:`start_dispatch`, :meth:`start_combine`,

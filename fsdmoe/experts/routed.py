@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fsdmoe.autograd import is_in_backward
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.dispatch import Dispatcher, DispatchPlan, Rows
+from fsdmoe.experts.dispatch import Dispatcher, DispatchPlan, Rows, sending_again
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.shared import SideStream
 from fsdmoe.kernels.expert_mlp import ExpertFunction
@@ -87,6 +87,10 @@ class RoutedExperts:
         self.sub_batches = sub_batches if dispatcher.crosses_ranks else 1
         self.transfer_sms = transfer_sms if dispatcher.crosses_ranks else 0
         self._side = SideStream()
+
+    def send_again(self) -> None:
+        """From now on, rows that experts received are not kept for backward, which sends them again."""
+        self.dispatcher = sending_again(self.dispatcher)
 
     def run(
         self, rows: Rows, begin: Begin, concurrent: Concurrent | None = None, x_TD: Tensor | None = None

@@ -102,15 +102,20 @@ def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
         if isinstance(module, MoE):
             if "experts" in parts:
                 recompute_experts(module)
-            found |= {"router", "experts", "shared_experts"}
+            if "dispatch" in parts:
+                module.send_again()
+            found |= {"router", "dispatch", "experts", "shared_experts"}
         elif _is_norm(module):
             found |= _run_as(module, "norms", parts)
         elif own.startswith("act") and not any(True for _ in module.parameters()):
             found |= _run_as(module, "activation", parts)
-        elif (experts := parallel_forward_of(module)) is not None and "experts" in parts:
-            found.add("experts")
-            # Those with copied weights are run again as a whole in any case.
-            experts.policy = experts.policy._replace(recompute=not experts.spec.is_copied)
+        elif (experts := parallel_forward_of(module)) is not None and parts & {"dispatch", "experts"}:
+            found |= {"dispatch", "experts"}
+            if "dispatch" in parts:
+                experts.send_again()
+            if "experts" in parts:
+                # Those with copied weights are run again as a whole in any case.
+                experts.policy = experts.policy._replace(recompute=not experts.spec.is_copied)
         elif (router := _router_in(module)) is not None and "router" in parts:
             found.add("router")
             if hasattr(base_of(router[0]), "memory_calls"):

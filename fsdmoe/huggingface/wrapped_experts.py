@@ -149,6 +149,10 @@ class ParallelForward(ExpertCompute):
         """How rows reach their experts."""
         return self._routed.dispatcher
 
+    def send_again(self) -> None:
+        """Send the experts' rows again in backward in place of keeping them."""
+        self._routed.send_again()
+
     def _begin(self, mlp: ExpertFunction | None = None) -> Compute:
         """Before rows are waited for: weights whose gradients are computed once those of rows are sent.
         ``mlp``: another function than that of the policy."""

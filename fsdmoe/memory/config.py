@@ -10,8 +10,8 @@ from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.rules import at_least, numbers_in, one_of
 
 Part = Literal[
-    "norms", "activation", "mla_up", "attention_projections", "router", "shared_experts", "experts",
-    "attention", "layer",
+    "norms", "activation", "mla_up", "attention_projections", "router", "shared_experts", "dispatch",
+    "experts", "attention", "layer",
 ]  # fmt: skip
 PartOrAuto = Literal[Part, "auto"]
 Activation = Literal[
@@ -37,9 +37,10 @@ class MemoryConfig:
     recompute: tuple[PartOrAuto, ...] = ()
     """Parts of a layer whose results backward computes again instead of keeping them: norms (with rotary
     positions), activation (built into routed experts in any case), mla_up, attention_projections, router,
-    shared_experts (and the MLP of layers without experts), experts (their first product), attention, or
-    layer: all of it, with its exchanges between ranks. auto, alone: train.py chooses by the GPUs' free
-    memory when it starts. See docs/memory.md for what each frees."""
+    shared_experts (and the MLP of layers without experts), dispatch (rows as experts received them,
+    which are sent once more), experts (their first product), attention, or layer: all of it, with its
+    exchanges between ranks. auto, alone: train.py chooses by the GPUs' free memory when it starts. See
+    docs/memory.md for what each frees."""
     layers: str = "all"
     """The layers that recompute, counted from 0: all, or ranges like 0-11 or 0-3,8; further prediction
     depths (MTP) count after the last layer."""

@@ -18,6 +18,7 @@ def check_parts(memory: MemoryConfig, model: ModelConfig) -> None:
     absent = {
         "mla_up": not model.is_mla,
         "shared_experts": not (model.n_shared_experts or model.first_k_dense_replace),
+        "dispatch": not model.num_moe_layers,
     }
     named = [name for name in get_args(Part) if name in memory.recompute and absent.get(name)]
     if named:
@@ -32,8 +33,11 @@ def prepare_parts(layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
     """Tell experts, which keep what they need in kernels of their own. All else finds its part while it
     runs."""
     for index, layer in enumerate(layers):
-        if "experts" in memory.parts_at(index, len(layers)):
+        parts = memory.parts_at(index, len(layers))
+        if "experts" in parts:
             recompute_experts(layer)
+        if "dispatch" in parts:
+            send_rows_again(layer)
 
 
 def recompute_experts(layer: nn.Module) -> None:
@@ -42,3 +46,11 @@ def recompute_experts(layer: nn.Module) -> None:
     for module in layer.modules():
         if isinstance(module, GroupedExperts):
             module.policy = module.policy._replace(recompute=True)
+
+
+def send_rows_again(layer: nn.Module) -> None:
+    from fsdmoe.experts.moe import MoE  # as above
+
+    for module in layer.modules():
+        if isinstance(module, MoE):
+            module.send_again()

@@ -252,7 +252,7 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
             found.append(KeptTensor(name, nbytes, (), padding * columns * size))
     elif crosses:
         received = rows * width * view.kept_size("experts")
-        found.append(KeptTensor("rows received", received, activation="expert_input"))
+        found.append(KeptTensor("rows received", received, ("dispatch",), activation="expert_input"))
     if model.moe_latent_size:
         times = 1 if crosses or view.keeps_rows else 2
         found.append(KeptTensor("narrow rows", times * width * size))

@@ -227,7 +227,8 @@ class _Layers:
     def _waits_for_rows(self, compute: float, beside: float) -> tuple[float, float]:
         """Forward and backward. ``beside``: shared experts, computed while rows are under way."""
         chunks = self._setting.experts.chunks
-        out, back, grad_out, grad_back = expert_seconds(self._job, self._setting, self._gpu)
+        out, back, grad_out, grad_back, again = expert_seconds(self._job, self._setting, self._gpu)
+        grad_out += again
         # Weights' gradients, as long as a forward, are computed while the first chunk's rows' go home.
         share = chunk_shares(chunks)[0] / sum(chunk_shares(chunks))
         late = share * min(grad_back, compute)

@@ -20,7 +20,7 @@ from fsdmoe.kernels import packed_rows
 from fsdmoe.plan.activations import expert_layout
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting, engine_plan, memory_plan
-from fsdmoe.plan.memory import recomputing_counts
+from fsdmoe.plan.memory import layer_counts, recomputing_counts
 from fsdmoe.plan.parameters import EnginePlan
 from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
 
@@ -96,7 +96,7 @@ class LayerTraffic(NamedTuple):
 
 
 class ExpertLegs(NamedTuple):
-    """What one MoE layer sends for one micro-batch on each of its four ways."""
+    """What one MoE layer sends for one micro-batch on each of its ways."""
 
     out: float
     """Rows to the experts."""
@@ -104,6 +104,8 @@ class ExpertLegs(NamedTuple):
     grad_out: float
     """Gradients to the experts."""
     grad_back: float
+    again: float
+    """Rows to the experts once more, next to these gradients: the mean over the layers."""
 
 
 def expert_legs(job: Job, setting: Setting, domain: int = 8) -> ExpertLegs:
@@ -115,11 +117,21 @@ def expert_legs(job: Job, setting: Setting, domain: int = 8) -> ExpertLegs:
     plain, packed = width * setting.param_bytes, width + -(-width // packed_rows.BLOCK)
     out = packed if setting.experts.dispatch_dtype == "float8" else plain
     grad = packed if setting.experts.dispatch_grad_dtype == "float8" else plain
-    return ExpertLegs(rows * out, rows * plain, rows * grad, rows * plain)
+    again = _share_that_sends_again(job, setting)
+    return ExpertLegs(rows * out, rows * plain, rows * grad, rows * plain, again * rows * out)
+
+
+def _share_that_sends_again(job: Job, setting: Setting) -> float:
+    """Of the layers with experts."""
+    if "dispatch" not in setting.recompute:
+        return 0.0
+    recomputing, all_layers = recomputing_counts(job, setting), layer_counts(job.model)
+    with_experts = [kind for kind in all_layers if kind != "dense"]
+    return sum(recomputing[kind] for kind in with_experts) / sum(all_layers[kind] for kind in with_experts)
 
 
 def expert_seconds(job: Job, setting: Setting, gpu: Gpu) -> ExpertLegs:
-    """What rows of one MoE layer take on each of their four ways, in one piece: as long as those of the
+    """What rows of one MoE layer take on each of their ways, in one piece: as long as those of the
     busiest rank."""
     d = setting.degrees
     name = setting.experts.dispatcher
@@ -137,7 +149,7 @@ def expert_seconds(job: Job, setting: Setting, gpu: Gpu) -> ExpertLegs:
 def expert_traffic(job: Job, setting: Setting) -> LayerTraffic:
     """Of one MoE layer, under balanced routing."""
     legs = expert_legs(job, setting)
-    return LayerTraffic(legs.out + legs.back, legs.grad_out + legs.grad_back)
+    return LayerTraffic(legs.out + legs.back, legs.grad_out + legs.grad_back + legs.again)
 
 
 def tensor_traffic(job: Job, setting: Setting, *, is_dense: bool) -> float:

@@ -22,7 +22,10 @@ from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.shared import SharedExperts
+from fsdmoe.memory.config import MemoryConfig
+from fsdmoe.memory.layers import keep_less
 from fsdmoe.mesh import Axis, Meshes, build_meshes
+from fsdmoe.models.memory_parts import prepare_parts
 from fsdmoe.placement import local_slice
 from tests.support.coordinates import use_local_tensors
 
@@ -62,6 +65,8 @@ class Case:
     flex: FlexPolicy = ROOMY
     """Of ``flex``: bounds above whatever comes, so that it is not ``all_to_all`` that is tested."""
     clones: ClonePolicy = NO_CLONES
+    sends_again: bool = False
+    """Received rows are not kept for backward, which sends them again."""
 
     def config(self) -> ExpertsConfig:
         if self.policy == "expert_choice":
@@ -159,7 +164,13 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
     options = {"flex": case.flex, "chunks": case.chunks, "clones": case.clones}
     parallelize_experts(split, meshes, dispatcher=case.dispatcher, **options)
     use_local_tensors(split)
+    if case.sends_again:
+        memory = MemoryConfig(recompute=("dispatch",))
+        prepare_parts([split], memory)
+        keep_less([split], memory)
     my_y, my_dx = run(split, parts[dist.get_rank()])
+    times = case.chunks if case.sends_again and split.dispatcher.crosses_ranks else 0
+    assert split.dispatcher.traffic.calls["dispatch.again"] == times, "in every chunk, on every rank"
     if isinstance(split.dispatcher, FlexDispatcher) and case.flex.rows >= 8.0:
         assert not split.dispatcher.state.num_rerouted, "nothing may have taken all_to_all"
 

@@ -15,6 +15,7 @@ from fsdmoe.experts.dispatch.flex import FlexDispatcher
 from fsdmoe.experts.dispatch.flex_cloning import FlexCloningDispatcher
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.experts.dispatch.local import LocalDispatcher
+from fsdmoe.experts.dispatch.resending import sending_again
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatcher
 from fsdmoe.rules import one_of
@@ -22,7 +23,7 @@ from fsdmoe.rules import one_of
 __all__ = [
     "CLONING", "DISPATCHERS", "UNPACKED", "Choice", "ClonePolicy", "CloningDispatcher", "DispatchPlan",
     "DispatchTraffic", "Dispatcher", "ExpertLayout", "FlexCloningDispatcher", "FlexDispatcher", "FlexPolicy",
-    "Links", "Packing", "Rows", "build_dispatcher", "choose_dispatcher", "options_of",
+    "Links", "Packing", "Rows", "build_dispatcher", "choose_dispatcher", "options_of", "sending_again",
 ]  # fmt: skip
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {

@@ -35,6 +35,7 @@ from torch import Tensor
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.dispatch.host_reader import HostReader
+from fsdmoe.experts.dispatch.resend import Resend
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.transfer import (
     AsyncCollective,
@@ -67,6 +68,8 @@ class DispatchPlan:
     """Ids of a row, K: the most that any rank brought (under expert choice and padded capacity K varies)."""
     permutation: RowPermutation | None = None
     """Order of the rows sent, where it is not that of the tokens."""
+    resend: Resend | None = None
+    """Of rows that backward sends again."""
 
 
 @dataclass(frozen=True)

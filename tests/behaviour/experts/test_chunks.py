@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two micro-batches": {"micro_batches": 2},
     "layers recomputed": {"recompute": ("layer",)},
     "experts recomputed": {"recompute": ("experts", "router", "norms")},
+    "rows sent again": {"recompute": ("dispatch", "norms")},
     "rows in host memory": {"offload": ("expert_input", "expert_pre_activation")},
     "packed rows by length": {"varlen": True},
     "dynamic groups, ranks without rows": {"dynamic": True, "max_tokens": 6},

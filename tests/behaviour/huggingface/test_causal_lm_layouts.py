@@ -129,7 +129,7 @@ LAYOUTS = [
     ),
     pytest.param("qwen3_moe", Layout(MeshConfig(tp=2)), marks=pytest.mark.full),
     ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=("layer",))),
-    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), clones=2)),
+    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), recompute=("dispatch",), clones=2)),
     # a gated shared expert in the block
     pytest.param("qwen2_moe", Layout(MeshConfig(tp=2, ep=2)), marks=pytest.mark.full),
     ("granite_shared", Layout(MeshConfig(tp=2, ep=2))),  # and one beside it

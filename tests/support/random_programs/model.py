@@ -254,6 +254,8 @@ def split_layers(model: Model, meshes: Meshes) -> None:
             )
             for name, is_trained in trained.items():
                 layer.moe.experts.get_parameter(name).requires_grad_(is_trained)
+            if "dispatch" in model.shape.parts and not model.shape.flex_rows:
+                layer.moe.send_again()
 
 
 def dispatcher_of(shape: Shape) -> str:
