@@ -302,7 +302,9 @@ def _keep_rows(model: nn.Module) -> None:
     found = [m if isinstance(m, GroupedExperts) else parallel_forward_of(m) for m in model.modules()]
     owners = [owner for owner in found if owner is not None]
     if not owners:
-        raise ConfigError('memory.keep: expected a model with experts for "rows", got none; set "values"')
+        raise ConfigError(
+            'memory.keep: expected a model with experts for "rows", got none; set memory.keep = "values"'
+        )
     for owner in owners:
         owner.policy = owner.policy._replace(keeps_rows=True)
 

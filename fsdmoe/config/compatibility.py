@@ -184,6 +184,7 @@ KEPT_CODES_ROWS = (
     Row(on.KEPT_CODES, on.ADAPTERS, NOT_BUILT, "experts with adapters keep their values"),
 )
 
+_NO_GRADIENTS = "frozen weights have no gradients that rows are kept for"
 KEPT_ROWS_ROWS = (
     Row(on.KEPT_ROWS, on.OFFLOAD, CANNOT, "rows are laid out again in less time than the host sends them"),
     Row(on.KEPT_ROWS, on.SEQUENTIAL, CANNOT, "experts that are computed one after the other keep their rows"),
@@ -196,12 +197,13 @@ KEPT_ROWS_ROWS = (
     ),
     Row(
         on.KEPT_ROWS,
-        on.ADAPTED_EXPERTS,
+        on.TRAINED_ADAPTED_EXPERTS,
         NOT_BUILT,
         "experts with adapters lay out rows of their own",
         "set adapter.target_parameters = []",
     ),
-    Row(on.KEPT_ROWS, FROZEN_CODES, CANNOT, "frozen weights have no gradients that rows are kept for"),
+    Row(on.KEPT_ROWS, on.FROZEN_BASE, CANNOT, _NO_GRADIENTS),
+    Row(on.KEPT_ROWS, FROZEN_CODES, CANNOT, _NO_GRADIENTS),
 )
 
 HEAD_ROWS = (

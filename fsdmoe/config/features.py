@@ -128,6 +128,10 @@ TRAINED_BASE = Feature(
     name="weights trained next to adapters", key="adapter.freeze_base", shown="false", off="true",
     is_on=lambda chosen: _has_adapters(chosen) and not chosen["adapter.freeze_base"],
 )  # fmt: skip
+FROZEN_BASE = Feature(
+    name="frozen weights next to adapters", key="adapter.freeze_base", shown="true", off="false",
+    is_on=lambda chosen: _has_adapters(chosen) and chosen["adapter.freeze_base"],
+)  # fmt: skip
 PAIRS = Feature(
     name="pairs of answers", key="data.kind", shown='"preference"', off='"completion"',
     is_on=lambda chosen: chosen["data"].has_pairs,

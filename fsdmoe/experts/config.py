@@ -174,8 +174,8 @@ class ExpertsConfig:
     clones: int = 0
     """Slots a rank for clones of other ranks' experts: what a rank has above the mean is computed by clones
     on ranks below it, planned for each layer and batch. Two bring the busiest rank within a few percent of
-    the mean; 0 clones nothing. Sent by flex within an NVLink domain (no wait for the host, so also in
-    graphs), else by all_to_all, which auto then takes; nothing changes at ep 1."""
+    the mean; 0 clones nothing. auto then takes all_to_all; flex has them too (no wait for the host, so also
+    in graphs) where the ranks of an ep group share an NVLink domain. Nothing changes at ep 1."""
     clone_rows: int = 1024
     """An expert is cloned to a rank only if it takes over more rows there than this: what sending its weights
     and their gradients costs, in rows of compute."""

@@ -103,6 +103,7 @@ class Routing(NamedTuple):
     micro-batches add up to the step's."""
     prob_sum_E: Tensor
     """fp32, differentiable: routing probability of each expert, summed over this rank's counted tokens; of no
-    meaning unless a balance term asks for it. With load_E, all that :func:`joint_balance_loss` needs."""
+    meaning unless ``balance.transformers`` asks for it. With load_E, all that :func:`joint_balance_loss`
+    needs."""
     x_TD: Tensor
     """What was routed, for the experts: see :func:`fsdmoe.experts.scores.logits_and_input`."""

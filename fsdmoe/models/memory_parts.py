@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def check_parts(memory: MemoryConfig, model: ModelConfig) -> None:
-    """Refuse names of parts that the model does not have, and layers beyond its last."""
+    """Refuse what the model does not have: parts, layers beyond its last, experts whose rows are kept."""
+    if memory.keep == "rows" and not model.num_moe_layers:
+        raise ConfigError(
+            'memory.keep: expected a model with experts for "rows", got none; set memory.keep = "values"'
+        )
     absent = {
         "mla_up": not model.is_mla,
         "shared_experts": not (model.n_shared_experts or model.first_k_dense_replace),

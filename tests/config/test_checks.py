@@ -36,6 +36,17 @@ def test_an_ep_for_no_number_of_ranks_is_told_the_numbers_of_experts_alone() -> 
     )
 
 
+def test_rows_are_kept_where_experts_are_trained_alone() -> None:
+    rows = {"memory": {"keep": "rows"}}
+    (line,) = build(rows | {"model": {"num_hidden_layers": 2, "first_k_dense_replace": 2}}, 1)[1]
+    assert line.startswith('memory.keep: expected a model with experts for "rows", got none; set memory.keep')
+    adapters = {"rank": 4, "target_modules": ["q_proj"], "target_parameters": []}
+    frozen = build(rows | {"adapter": adapters}, 1)[1]
+    assert sum("frozen weights have no gradients that rows are kept for" in line for line in frozen) == 1
+    trained = build(rows | {"adapter": adapters | {"freeze_base": False}}, 1)[1]
+    assert not any("memory.keep" in line for line in trained)
+
+
 class Split:
     """Coordinates of a mesh that nobody built."""
 

@@ -166,6 +166,15 @@ def test_the_grouped_product_equals_its_loop_in_both_shapes() -> None:
     torch.testing.assert_close(grouped_matmul(a.t(), b, ends), grouped_matmul_loop(a.t(), b, ends))
 
 
+def test_parts_of_wider_rows_in_bf16_are_multiplied() -> None:
+    # In fp32 their copies lie closer together than products take them.
+    rows = torch.randn(6, 24, dtype=torch.bfloat16)[:, :10]
+    weights = torch.randn(2, 10, 16, dtype=torch.bfloat16)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    product = grouped_matmul(rows, weights, ends)
+    torch.testing.assert_close(product, grouped_matmul_loop(rows, weights, ends), rtol=2e-2, atol=2e-2)
+
+
 def test_nothing_in_it_waits_for_the_device() -> None:
     """Meta tensors have no values: any ``.item()``, ``.tolist()`` or ``nonzero`` would raise."""
     case = make_case(biases=True, dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
 """How weights of clones travel in one layer, and their gradients: what :mod:`clone_weights` asks for, and the
-way over all-to-all-v, whose sizes the host knows. The way of ``flex`` is in :mod:`flex_clones`.
+way over all-to-all-v, whose sizes the host knows. The way of ``flex`` is in :mod:`flex_cloning`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.triton.launch import QuickLaunch, next_power_of_2
 
 # Numbers of one kind that the program holds at a time.
