@@ -396,7 +396,7 @@ def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
     plan = memory_plan(job, setting)
     reads = 2 if setting.optim.grad_clip else 1
     size = 2 * setting.main_bytes + reads * setting.grad_bytes
-    size += setting.param_bytes if setting.main_bytes != setting.param_bytes else 0
+    size += setting.param_bytes if setting.precision.main_dtype != setting.precision.param_dtype else 0
     rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
     return (_shard(job, setting) * size + 2 * (plan.moments + plan.host_moments)) / rate
 
