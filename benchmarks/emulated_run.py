@@ -43,7 +43,7 @@ from even_routing import routed_by
 from fabric import FABRICS_BY_NAME, Fabric
 from fabric_flex import connect
 from fabric_group import Record, World, emulated_fabric, fabric_meshes
-from timing import wait
+from timing import require_gpu, wait
 from uneven_loads import BUSIEST, HOST, MEAN, Ranks, emulated_clones, loads_of, seen_by
 
 from fsdmoe.config.build import build_config
@@ -449,6 +449,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not args.tiny:
+        require_gpu("try --tiny")
     if args.tiny:
         is_latent = args.model.startswith("deepseek")
         args.model, args.layers = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None

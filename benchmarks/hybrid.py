@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hf_wrap import DEVICE, DTYPE, MODES, Contender
-from timing import milliseconds
+from timing import milliseconds, require_gpu
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
@@ -119,6 +119,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU where there is no GPU")
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
+    if not settings.tiny:
+        require_gpu("try --tiny")
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     kernels = [is_flash_linear_attention_available(), is_causal_conv1d_available()]
     print(f"torch {torch.__version__}, {where}; flash-linear-attention, causal-conv1d: {kernels}")

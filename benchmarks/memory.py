@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from timing import require_gpu
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
@@ -260,6 +261,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model on any machine: does it run?")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not args.tiny:
+        require_gpu("try --tiny")
     if args.tiny:
         args.preset, args.layers, args.batch, args.length = "tiny-qwen3", 2, 2, 32
         args.rounds = args.steps = 1

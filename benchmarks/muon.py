@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fsdp_world import emulated_meshes, emulated_world
-from timing import changing_orders, milliseconds, wait
+from timing import changing_orders, milliseconds, require_gpu, wait
 
 from fsdmoe.fsdp import engine_of
 from fsdmoe.kernels.backend import kernels
@@ -196,6 +196,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it works")
     args = parser.parse_args()
+    if not args.tiny:
+        require_gpu("try --tiny")
     config = preset_config("qwen3-30b-a3b", num_hidden_layers=args.layers)
     if args.tiny:
         config = preset_config("tiny-qwen3")

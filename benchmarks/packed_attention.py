@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from timing import require_gpu
 from torch import Tensor
 
 from fsdmoe.context_parallel.blocks import Block
@@ -194,6 +195,7 @@ def main() -> None:
     )
     parser.add_argument("--mean", type=int, default=1024, help="length of a document")
     args = parser.parse_args()
+    require_gpu()
     torch.manual_seed(0)
     print(
         f"{torch.cuda.get_device_name()}; torch {torch.__version__}; cuDNN {torch.backends.cudnn.version()}"

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from timing import wait
+from timing import require_gpu, wait
 
 from fsdmoe.context_parallel.config import ContextParallelConfig, Varlen
 from fsdmoe.data import Batch
@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="the first third warms up")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not args.tiny:
+        require_gpu("try --tiny")
     config = TINY if args.tiny else LARGE
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     with tempfile.NamedTemporaryFile() as store:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import require_gpu
 
 from fsdmoe.auto_model import as_causal_lm, build_any_model
 from fsdmoe.config import Config, build_config
@@ -204,6 +205,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not args.tiny:
+        require_gpu("try --tiny")
     meshes = None if args.tiny else build_meshes()
     rows = []
     print("| setting | tokens | planned GiB | measured GiB | planned / measured | reserved GiB | planned ms "

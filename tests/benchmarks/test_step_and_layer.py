@@ -188,7 +188,13 @@ def test_kernels_are_judged_by_what_rounding_does_to_the_curve() -> None:
 @pytest.mark.usefixtures("_benchmarks_on_path")
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("train_step", "train_step.py: needs a GPU; try --tiny"), ("moe_layer", "moe_layer.py: needs a GPU")],
+    [
+        ("train_step", "train_step.py: needs a GPU; try --tiny"),
+        ("moe_layer", "moe_layer.py: needs a GPU"),
+        ("memory", "memory.py: needs a GPU; try --tiny"),
+        ("emulated_run", "emulated_run.py: needs a GPU; try --tiny"),
+        ("planned_memory", "planned_memory.py: needs a GPU; try --tiny"),
+    ],
 )
 def test_a_benchmark_that_needs_a_gpu_says_so_in_a_line(
     name: str, said: str, monkeypatch: pytest.MonkeyPatch
