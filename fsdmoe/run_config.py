@@ -20,7 +20,14 @@ from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.config import CommandLine, Config
-from fsdmoe.config.kept import KEPT, kept_text, read_kept, start_problems, write_kept
+from fsdmoe.config.kept import (
+    KEPT,
+    first_start_line,
+    kept_text,
+    read_kept,
+    start_problems,
+    write_kept,
+)
 from fsdmoe.config.schema import by_dotted_key
 from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.experts.dispatch import ExpertLayout, choose_dispatcher
@@ -62,9 +69,11 @@ def keep_config(
     """
     config = command.config
     folder = Path(config.train.output_dir).expanduser()
-    text = kept_text(config, command.origins, decided(config, meshes) | dict(decisions or {}))
+    has_checkpoints = from_first(lambda: holds_checkpoints(config))
+    first_start = from_first(lambda: first_start_line(config, has_checkpoints=has_checkpoints))
+    text = kept_text(config, command.origins, decided(config, meshes) | dict(decisions or {}), first_start)
     kept = KeptConfig(folder, text, is_due=not command.evaluate_only)
-    if from_first(lambda: holds_checkpoints(config)):
+    if has_checkpoints:
         kept.told = frozenset(from_first(lambda: told_changes(folder, config)))
     else:  # nothing goes on from what was there before
         kept.write()

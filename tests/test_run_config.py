@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdmoe.config.kept import kept_text, write_kept
+from fsdmoe.config.first_start import read_first_start
+from fsdmoe.config.kept import first_start_line, kept_text, write_kept
 from fsdmoe.errors import ConfigError
 from fsdmoe.run_config import (
     _unread,
@@ -98,6 +99,30 @@ def test_another_start_is_refused_by_the_run_where_its_checkpoints_are_in_a_stor
     now = replace(before, checkpoint=replace(before.checkpoint, load="runs/y"))
     with pytest.raises(ConfigError, match=r"^checkpoint\.load: expected \"latest\", since "):
         told_changes(tmp_path, now)
+
+
+def test_the_first_start_is_kept_until_the_run_begins_anew(tmp_path: Path) -> None:
+    def start(load: str, *, has_checkpoints: bool = True) -> str | None:
+        config = tiny_config(str(tmp_path), 1, checkpoint__load=load)
+        line = first_start_line(config, has_checkpoints=has_checkpoints)
+        write_kept(tmp_path, kept_text(config, {}, {}, line))
+        began = read_first_start((tmp_path / "config.toml").read_text())
+        return None if began is None else began.load
+
+    base = str(tmp_path / "base")
+    assert start("memory://base", has_checkpoints=False) == "memory://base"
+    assert start(base, has_checkpoints=False) == base, "the start before has failed, or saved nothing"
+    for load in ("latest", base, str(tmp_path / "checkpoints/step_00000002"), str(tmp_path)):
+        assert start(load) == base
+    assert start("none") == "none"
+    assert start("latest") == "none"
+
+
+def test_a_run_of_an_earlier_version_keeps_the_start_that_it_knows(tmp_path: Path) -> None:
+    for load, known in (("base", True), ("latest", False)):
+        before, now = (tiny_config(str(tmp_path), 1, checkpoint__load=each) for each in (load, "latest"))
+        write_kept(tmp_path, kept_text(before, {}, {}))
+        assert bool(first_start_line(now, has_checkpoints=True)) is known
 
 
 @requires_peft

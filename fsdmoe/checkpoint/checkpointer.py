@@ -20,12 +20,13 @@ import torch
 from fsdmoe.checkpoint.agree import from_first, world
 from fsdmoe.checkpoint.api import LoadPolicy, load_first
 from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain, to_be_deleted
-from fsdmoe.checkpoint.config import CheckpointConfig
+from fsdmoe.checkpoint.config import RUN_FOLDER, CheckpointConfig
 from fsdmoe.checkpoint.errors import CheckpointError, listed
 from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.memory_copies import MemoryCopies
 from fsdmoe.checkpoint.saver import Parts, Saver, SaveRecord
 from fsdmoe.checkpoint.session import write_state
+from fsdmoe.checkpoint.start_place import Place, place_of
 from fsdmoe.checkpoint.storage import StrPath, open_storage
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import NOT_ENOUGH, SaveOrder
@@ -58,6 +59,7 @@ class Checkpointer(Saver):
         self._limits = Limits(config.retries, config.hang_seconds)
         storage = open_storage(config.folder or folder, self._limits)
         super().__init__(config, storage, meshes=meshes, about=about)
+        self._place = self._place_of_start(folder)
         self._copies = MemoryCopies(config, folder, meshes, about) if config.in_memory else None
         self._tidied = False
         self._damaged: frozenset[str] = frozenset()
@@ -143,15 +145,23 @@ class Checkpointer(Saver):
 
     def _continues(self) -> bool:
         """Whether this start goes on with what the run has done so far, as far as copies in memory know."""
-        if self.config.load in ("latest", "none"):
-            return self.config.load == "latest" and not self.config.load_only_model
-        return not self._is_own(self.config.load)
+        if self._place in ("latest", "own"):
+            return not self.config.load_only_model
+        return self._place == "foreign"
 
-    def _is_own(self, path: str) -> bool:
-        """Whether a path lies inside of the run's own folder: it sets the run back, on purpose."""
-        inside = os.path.abspath(self.storage.root) + os.sep
-        path = os.path.expanduser(path.removeprefix("file://"))
-        return os.path.abspath(path).startswith(inside)
+    def _place_of_start(self, folder: StrPath) -> Place:
+        """What ``load`` is to this run; of a path, as the first rank finds it. ``folder`` as of ``__init__``:
+        it may be inside of the run's."""
+        parent, _, name = os.fspath(folder).rstrip("/").rpartition("/")
+        run = parent or "." if name == RUN_FOLDER else os.fspath(folder)
+
+        def found() -> Place:
+            return place_of(self.config.load, self.storage.root, run)
+
+        if self.config.load in ("latest", "none"):  # a word, which needs no ranks to agree on folders
+            return found()
+        place: Place = from_first(found)
+        return place
 
     def _newest_step(self) -> int:
         """Of the checkpoints of this run; -1 without one."""
@@ -192,7 +202,7 @@ class Checkpointer(Saver):
         if self.config.load == "latest":
             return self.load_latest(self._wanted(parts))
         if self._has_begun():
-            return self.load_latest(parts)
+            return self.load_latest(self._wanted(parts) if self._place == "own" else parts)
         return self.load_from(self.config.load, self._wanted(parts))
 
     def _wanted(self, parts: Parts) -> Parts:
@@ -204,15 +214,14 @@ class Checkpointer(Saver):
 
         A path inside the run's own folder is another matter: it sets the run back, on purpose.
         """
-        start = self.config.load
         names = from_first(self._recovered)
-        if not names or self._is_own(start):
+        if not names or self._place == "set_back":
             return False
-        if world()[0] == 0:
+        if world()[0] == 0 and self._place == "foreign":
             logger.warning(
                 "checkpoint.load: this run has checkpoints of its own by now; resuming those, not %s. To "
                 "start from that again, give the run another train.output_dir",
-                start,
+                self.config.load,
             )
         return True
 

@@ -6,6 +6,8 @@
     #   model.preset        configs/quickstart.toml
     #   model.num_experts   preset "quickstart"
     #   experts.dispatcher  default; decided by "auto": local
+
+One more line says what the run began with (:mod:`fsdmoe.config.first_start`).
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.config.build import compose
+from fsdmoe.config.first_start import line_to_keep, problems_of_another_start, start_to_go_on
 from fsdmoe.config.schema import SECTIONS, Config, by_dotted_key
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems, former_names
@@ -83,13 +85,16 @@ def _name_of_today(key: str) -> str:
     return f"{section}.{former_names(SECTIONS[section]).get(rest, rest)}" if section in SECTIONS else key
 
 
-def kept_text(config: Config, origins: Mapping[str, str], decided: Mapping[str, Any]) -> str:
+def kept_text(
+    config: Config, origins: Mapping[str, str], decided: Mapping[str, Any], first_start: str = ""
+) -> str:
     """The file's text.
 
     Args:
         config: The configuration.
         origins: As of :func:`origins_of`.
         decided: What was decided for keys that leave it open, by key.
+        first_start: As of :func:`first_start_line`.
     """
     lines = dict(origins)
     for key, value in decided.items():
@@ -98,7 +103,7 @@ def kept_text(config: Config, origins: Mapping[str, str], decided: Mapping[str, 
     # A file may be called anything; TOML's comments hold no control characters.
     texts = {key: re.sub(r"[\x00-\x1f\x7f]", " ", origin) for key, origin in lines.items()}
     listed = "".join(f"#   {key:<{width}}  {origin}\n" for key, origin in texts.items())
-    return f"{_TOP}{listed}\n{to_toml(config)}"
+    return f"{_TOP}{listed}{first_start}\n{to_toml(config)}"
 
 
 def kept_origins(text: str) -> dict[str, str]:
@@ -152,45 +157,33 @@ def open_run(
     if not isinstance(train, dict) or not isinstance(checkpoint, dict):
         return mapping, {}  # edited by hand: reported when the sections are built
     train["output_dir"] = folder
-    load = str(checkpoint.get("load", "latest"))
-    own = str(checkpoint.get("folder") or root / RUN_FOLDER)
-    if load in ("none", "latest") or _absolute(load).startswith(_absolute(own) + os.sep):
-        checkpoint |= {"load": "latest", "load_only_model": False}
-    return mapping, kept_origins((root / KEPT).read_text(encoding="utf-8"))
+    text = (root / KEPT).read_text(encoding="utf-8")
+    checkpoint |= start_to_go_on(checkpoint, text, root)
+    return mapping, kept_origins(text)
+
+
+def first_start_line(config: Config, *, has_checkpoints: bool) -> str:
+    """What :func:`kept_text` keeps of the start that began the run; see :func:`line_to_keep`."""
+    return line_to_keep(config, _text_before(config), has_checkpoints=has_checkpoints)
 
 
 def start_problems(config: Config) -> list[str]:
-    """Why a run that has begun cannot start from another checkpoint now: it goes on with its own ones. For
-    the same start as at first, as of its kept configuration, that is what is meant."""
-    root, now = Path(config.train.output_dir).expanduser(), config.checkpoint
-    own = now.folder or str(root / RUN_FOLDER)
-    if now.load in ("none", "latest") or _absolute(now.load).startswith(_absolute(own) + os.sep):
-        return []
+    """Why a run that has begun cannot start from another checkpoint now; see
+    :func:`problems_of_another_start`."""
+    return problems_of_another_start(config, _text_before(config), _kept_file(config))
+
+
+def _kept_file(config: Config) -> Path:
+    return Path(config.train.output_dir).expanduser() / KEPT
+
+
+def _text_before(config: Config) -> str:
+    """The kept configuration of the last start; empty where there is none that can be read, as of a run of an
+    early version."""
     try:
-        before = tomllib.loads((root / KEPT).read_text(encoding="utf-8")).get("checkpoint", {})
-    except (OSError, ValueError):  # of an earlier version, or edited by hand: said where it is read
-        return []
-    if before.get("folder", "") != now.folder:
-        return []
-    load = str(before.get("load", "latest"))
-    if _absolute(load) != _absolute(now.load):
-        return [
-            f'checkpoint.load: expected "latest", since {root} has checkpoints of its own and was started '
-            f"with {load!r}, got {now.load!r}; drop the key to go on, or start a run of the same "
-            f"configuration from there by --config {root / KEPT} --train.output_dir FOLDER "
-            f"--checkpoint.load {now.load}"
-        ]
-    if now.load_only_model != before.get("load_only_model", False):
-        wanted, got = (str(each).lower() for each in (not now.load_only_model, now.load_only_model))
-        return [
-            f"checkpoint.load_only_model: expected {wanted}, as at the start from {now.load!r}, since {root} "
-            f'goes on with its own checkpoints, got {got}; drop the key, or set checkpoint.load = "latest"'
-        ]
-    return []
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+        return _kept_file(config).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def _no_run(root: Path, folder: str) -> str:

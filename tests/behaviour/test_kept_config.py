@@ -1,6 +1,7 @@
 """A run keeps its configuration in its folder: what it was, what changed since, and how to go on with it."""
 
 import json
+import os
 import re
 import shutil
 import tomllib
@@ -116,6 +117,18 @@ def test_a_folder_of_an_earlier_version_resumes_and_a_failed_start_claims_nothin
         "--config", config, "--train.steps", "3"
     )
     assert (tmp_path / "run/config.toml").is_file()
+
+
+@pytest.mark.full
+def test_the_command_that_began_a_run_goes_on_after_a_start_without_its_checkpoint(
+    run_of_two_ranks: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, checkpoint__load_only_model=False)
+    first = ["--checkpoint.load", os.path.relpath(run_of_two_ranks / "run")]
+    trained("--config", config, "--train.steps", "3", *first)
+    trained("--config", config, "--train.steps", "4")
+    printed = trained("--config", config, "--train.steps", "5", *first)
+    assert f"resumed {tmp_path}/run/checkpoints/step_00000004" in printed
 
 
 def test_a_run_goes_on_and_is_evaluated_by_its_folder_alone(run_of_two_ranks: Path, tmp_path: Path) -> None:

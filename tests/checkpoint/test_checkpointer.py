@@ -220,6 +220,21 @@ def test_a_restarted_run_goes_on_from_its_own_newest_and_says_so(
     assert "has checkpoints of its own by now; resuming those" in caplog.text
 
 
+def test_a_run_that_names_its_own_folder_resumes_its_newest_as_by_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run/checkpoints"
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        saver(run, load=str(run)).load(parts(0))
+    model = torch.nn.Linear(2, 2)
+    saver(run).save(3, {"model": model, **parts(3)})
+    for own in (run, run.parent):
+        assert saver(run, load=str(own)).load(parts(0))["step"] == 3  # type: ignore[index]
+        only = saver(run, load=str(own), load_only_model=True)
+        assert only.load({"model": torch.nn.Linear(2, 2), **parts(0)}) == {}
+    assert "checkpoints of its own" not in caplog.text
+
+
 def test_a_hugging_face_folder_needs_the_word_that_only_the_model_is_meant(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text('{"model_type": "qwen3_moe"}')

@@ -36,7 +36,7 @@ NO_PAIRS = {
     "mesh.py: by_node expected each group": "a size that does not suit the nodes",
     "checkpoint/__main__.py: load it with --checkpoint.load": "a command to type",
     "checkpoint/checkpointer.py: train.output_dir": "where checkpoints are looked for",
-    "config/kept.py: checkpoint.load: expected": "what a folder holds already, and a command to type",
+    "config/first_start.py: checkpoint.load: expected": "what a folder holds already, and a command to type",
     "config/help.py: override one field": "help",
     "config/compatibility_page.py: ": "the page of the table",
     "config/names_elsewhere.py: ": "what names of other tools are here",

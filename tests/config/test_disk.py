@@ -1,5 +1,6 @@
 """What a run needs of the disk is looked for with the configuration, before anything is built."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,57 @@ def test_a_run_goes_on_by_the_command_that_it_was_started_with(
     with pytest.raises(SystemExit):
         load_config([*by_key, "--checkpoint.load_only_model", "false"])
     assert "checkpoint.load_only_model: expected true, as at the start" in capsys.readouterr().err
+
+
+def restarted(folder: Path, first: str, last: str) -> str:
+    """The same, but its last start was with another ``checkpoint.load`` than its first."""
+    run = begun(folder, last)
+    start = {"load": str(folder.parent / first), "load_only_model": False, "written": first}
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(f"# First start: {json.dumps(start)}\n{text}")
+    return run
+
+
+@pytest.mark.parametrize("last", ["latest", "run/checkpoints/step_00000009", "run"])
+def test_the_first_command_goes_on_whatever_the_last_start_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    restarted(tmp_path / "run", "base", last)
+    assert load_config(["--train.output_dir", "run", "--checkpoint.load", "base"])
+    assert load_config(["--resume", "run"]).config.checkpoint.load == "latest"
+    with pytest.raises(SystemExit):
+        load_config(["--train.output_dir", "run", "--checkpoint.load", "other"])
+    told = f"since run has checkpoints of its own and was started with '{tmp_path}/base', got 'other'"
+    assert told in capsys.readouterr().err
+
+
+def test_a_start_is_the_same_from_another_working_directory_and_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    run = restarted(tmp_path / "run", "base", "base")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for load in ("base", "link"):
+        assert load_config(["--train.output_dir", run, "--checkpoint.load", str(tmp_path / load)])
+    assert load_config(["--resume", run]).config.checkpoint.load == str(tmp_path / "base")
+
+
+def test_the_folder_of_the_run_is_no_other_checkpoint(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run", "latest")
+    for own in (run, f"{run}/checkpoints", f"{run}/checkpoints/", f"file://{run}/checkpoints"):
+        assert load_config(["--resume", run, "--checkpoint.load", own])
+
+
+def test_of_an_earlier_version_the_last_start_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begun(tmp_path / "run", "latest")
+    with pytest.raises(SystemExit):
+        load_config(["--resume", run, "--checkpoint.load", "other"])
+    assert "and was last started with 'latest', got 'other'" in capsys.readouterr().err
 
 
 def test_an_evaluation_makes_no_folder_and_needs_none_that_can_be_written(tmp_path: Path) -> None:

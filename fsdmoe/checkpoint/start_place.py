@@ -1,0 +1,46 @@
+"""What a path in ``checkpoint.load`` is to the run that names it.
+
+=========  ==========================================  ====================================================
+place      names                                       once the run has checkpoints of its own
+=========  ==========================================  ====================================================
+latest     the word                                    it resumes its newest
+none       the word                                    it begins anew
+own        the run's folder, or that of its            as latest
+           checkpoints
+set_back   something inside of the latter              it is set back to that
+foreign    anything else                               it resumes its newest: that start is over
+=========  ==========================================  ====================================================
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+Place = Literal["latest", "none", "own", "set_back", "foreign"]
+
+
+def place_of(load: str, folder: str, run: str) -> Place:
+    """What ``load`` is to the run in the folder ``run`` with its checkpoints in ``folder``."""
+    if load == "latest":
+        return "latest"
+    if load == "none":
+        return "none"
+    path, own = real_path(load), real_path(folder)
+    if path in (own, real_path(run)):
+        return "own"
+    return "set_back" if path.startswith(f"{own.rstrip('/')}/") else "foreign"
+
+
+def real_path(path: str) -> str:
+    """One text for all names of a folder: from the root, without links. An address (``s3://…``) stays."""
+    path = path.removeprefix("file://")
+    return path.rstrip("/") if "://" in path else os.path.realpath(os.path.expanduser(path))
+
+
+def absolute_path(load: str) -> str:
+    """What ``checkpoint.load`` says, from the root. Its words and addresses stay."""
+    path = load.removeprefix("file://")
+    if load in ("latest", "none") or "://" in path:
+        return load
+    return os.path.abspath(os.path.expanduser(path))
