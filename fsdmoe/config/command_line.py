@@ -120,7 +120,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     if problems or (found and not is_plan):
         _exit_with([*problems, *found])
     if not is_elsewhere and not found:
-        _warn(warnings_of(config))
+        _warn(warnings_of(config, evaluate_only="--evaluate-only" in flags))
     keys = {f"{name}.{key}" for name, table in mapping.items() for key in table}
     return CommandLine(
         config,

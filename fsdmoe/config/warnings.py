@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from fsdmoe.checkpoint.hf_held import not_held
 from fsdmoe.config.schema import Config, by_dotted_key
 from fsdmoe.data.tokenizer import tokenizer_file
+from fsdmoe.precision.loss_scale import LossScaleConfig
 from fsdmoe.precision.recipes import REPLACED
 
 _GPU_ONLY = {
@@ -17,6 +18,13 @@ _GPU_ONLY = {
 }
 """Switches that change nothing on a CPU, and why."""
 
+_OF_ADAPTERS = (
+    "adapter.alpha",
+    "adapter.dropout",
+    "adapter.target_modules",
+    "adapter.target_parameters",
+    "adapter.freeze_base",
+)
 
 _READ_WITH: dict[tuple[str, Callable[[Config], bool]], tuple[str, ...]] = {
     ('optim.schedule = "wsd"', lambda config: config.optim.schedule == "wsd"): ("optim.decay_fraction",),
@@ -34,6 +42,7 @@ _READ_WITH: dict[tuple[str, Callable[[Config], bool]], tuple[str, ...]] = {
         "experts.clone_rows",
         "experts.clone_keep",
     ),
+    ("mesh.ep above 1", lambda config: config.mesh.ep > 1): ("experts.clones",),
     ("experts.balance.device above 0", lambda config: config.experts.balance.device > 0): (
         "experts.balance.device_scope",
     ),
@@ -44,13 +53,15 @@ _READ_WITH: dict[tuple[str, Callable[[Config], bool]], tuple[str, ...]] = {
     ("context_parallel.dynamic = true", lambda config: config.context_parallel.dynamic): (
         "context_parallel.max_tokens",
     ),
-    ("adapter.rank above 0", lambda config: config.adapter.rank > 0): (
-        "adapter.alpha",
-        "adapter.dropout",
-        "adapter.target_modules",
-        "adapter.target_parameters",
-        "adapter.freeze_base",
-    ),
+    ("adapter.rank above 0", lambda config: config.adapter.rank > 0): _OF_ADAPTERS,
+    (
+        "adapter.rank above 0",
+        lambda config: config.adapter.rank > 0 or config.adapter.kind == "none",
+    ): ("adapter.kind",),
+    (
+        'adapter.kind = "lora" or "dora"',
+        lambda config: config.adapter.kind != "none" or config.adapter.rank == 0,
+    ): ("adapter.rank", *_OF_ADAPTERS),
     ('data.kind = "preference"', lambda config: config.data.has_pairs): (
         "preference.loss",
         "preference.beta",
@@ -59,18 +70,32 @@ _READ_WITH: dict[tuple[str, Callable[[Config], bool]], tuple[str, ...]] = {
         "health.max_rollbacks",
     ),
     ("model.hf", lambda config: config.model.hf is not None): ("train.fused_layers",),
+    ("checkpoint.interval 0 or more", lambda config: config.checkpoint.interval >= 0): (
+        "checkpoint.keep_last",
+        "checkpoint.keep_every",
+        "checkpoint.max_failed_saves",
+    ),
+    (
+        'precision.param_dtype = "float16" or precision.reduce_dtype = "float16"',
+        lambda config: "float16" in (config.precision.param_dtype, config.precision.reduce_dtype),
+    ): tuple(f"precision.loss_scale.{field.name}" for field in dataclasses.fields(LossScaleConfig)),
+    ("train.eval_interval 0 or more", lambda config: config.train.eval_interval >= 0): (
+        "train.eval_batches",
+    ),
 }
-"""What keys are read with, and how to tell."""
+"""What keys are read with, and how to tell. A key may be in two rows that never warn both."""
+_READ_BY_EVALUATION = ("train.eval_batches",)
+"""Keys that ``--evaluate-only`` reads in any case."""
 
 
-def warnings_of(config: Config) -> list[str]:
+def warnings_of(config: Config, *, evaluate_only: bool = False) -> list[str]:
     """Lines that start with the key they are about."""
     return [
         *_tokenizer_warnings(config),
         *_length_warnings(config),
         *_export_warnings(config),
         *_recipe_warnings(config),
-        *_unread_warnings(config),
+        *_unread_warnings(config, read=_READ_BY_EVALUATION if evaluate_only else ()),
     ]
 
 
@@ -116,14 +141,15 @@ def _recipe_warnings(config: Config) -> list[str]:
     return [] if note is None else [f"precision.recipe: {note}"]
 
 
-def _unread_warnings(config: Config) -> list[str]:
-    """Keys with another value than the default that another key switches off."""
+def _unread_warnings(config: Config, *, read: Collection[str] = ()) -> list[str]:
+    """Keys with another value than the default that another key switches off, without those that are ``read``
+    in any case."""
     values, defaults = (by_dotted_key(dataclasses.asdict(each)) for each in (config, Config()))
     return [
         f"{key}: has no effect without {needed}; set that, or drop the key"
         for (needed, is_read), keys in _READ_WITH.items()
         for key in keys
-        if values[key] != defaults[key] and not is_read(config)
+        if key not in read and values[key] != defaults[key] and not is_read(config)
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from fsdmoe.config import load_config, warnings
 from fsdmoe.config.build import compose
+from fsdmoe.config.command_line import split_arguments
 
 
 def test_keys_for_a_gpu_are_named_where_there_is_none(
@@ -84,6 +85,7 @@ def test_a_cpu_multiplies_bfloat16_where_onednn_says_so_or_cannot_be_asked(
         ("memory.layers", "0-1", ("memory.recompute", "norms")),
         ("experts.expert_choice.factor", "2", ("experts.selection", "expert_choice")),
         ("health.max_rollbacks", "5", ("health.on_spike", "rollback")),
+        ("precision.loss_scale.initial", "8", ("precision.param_dtype", "float16")),
     ],
 )
 def test_keys_that_another_one_switches_off_are_named(
@@ -95,6 +97,48 @@ def test_keys_that_another_one_switches_off_are_named(
     assert line.startswith(f"fsdmoe: warning: {key}: has no effect without {reader[0]}")
     load_config([*run, f"--{key}", value, f"--{reader[0]}", reader[1]])
     assert "has no effect" not in capsys.readouterr().err
+
+
+def unread(*arguments: str, **program: bool) -> list[str]:
+    """What is said of keys without effect, as ``KEY: what it needs``."""
+    _, overrides = split_arguments(arguments, problems := [])
+    config, _ = compose({"data": {"kind": "python-stdlib"}}, overrides, problems)
+    assert not problems
+    lines = [line for line in warnings.warnings_of(config, **program) if "effect" in line]
+    return [line.partition("; ")[0].replace("has no effect without ", "") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            "--adapter.rank 4 --adapter.kind none --adapter.alpha 99 --adapter.dropout 0.5",
+            [f'adapter.{key}: adapter.kind = "lora" or "dora"' for key in ("rank", "alpha", "dropout")],
+        ),
+        ("--adapter.kind dora", ["adapter.kind: adapter.rank above 0"]),
+        ("--adapter.kind none", []),
+        ("--adapter.kind none --adapter.alpha 9", ["adapter.alpha: adapter.rank above 0"]),
+        ("--experts.clones 2", ["experts.clones: mesh.ep above 1"]),
+        ("--experts.clones 2 --mesh.ep 2", []),
+        (
+            "--checkpoint.keep_every 10 --checkpoint.interval -1",
+            ["checkpoint.keep_every: checkpoint.interval 0 or more"],
+        ),
+        ("--checkpoint.keep_every 10 --checkpoint.interval 0", []),
+        (
+            "--train.eval_batches 2 --train.eval_interval -1",
+            ["train.eval_batches: train.eval_interval 0 or more"],
+        ),
+        ("--train.eval_batches 2 --train.eval_interval 0", []),
+        ("--precision.loss_scale.minimum 2 --precision.reduce_dtype float16", []),
+    ],
+)
+def test_what_a_key_needs_is_named(arguments: str, lines: list[str]) -> None:
+    assert unread(*arguments.split()) == lines
+
+
+def test_an_evaluation_alone_reads_its_batches_whatever_the_interval() -> None:
+    assert unread("--train.eval_batches", "2", "--train.eval_interval", "-1", evaluate_only=True) == []
 
 
 def test_packaged_configurations_set_no_key_that_is_not_read() -> None:
