@@ -146,7 +146,7 @@ def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
         raise ConfigError(
             f"mesh.ep: ep*etp = {expert} must divide dp_shard*cp*tp = {inside} "
             f"(edp*ep*etp == dp_shard*cp*tp); choose {possible}, or start a multiple of {more} "
-            f"ranks: --nproc-per-node {more} (in a dry run --world {more})"
+            f"ranks in all: on one host --nproc-per-node {more} (in a dry run --world {more})"
         )
     return Degrees(
         dp_outer=config.dp_outer, dp_shard=dp_shard, cp=config.cp, tp=config.tp,

@@ -172,7 +172,8 @@ def _other_ranks(flag: str, folder: str, world_size: int) -> Problems:
         return []
     return [
         f"{flag}: expected the {before[-1]} ranks of the run's last start, or a mesh for others, got "
-        f"{world_size}; add --nproc-per-node {before[-1]} (over all hosts), or change the mesh as below"
+        f"{world_size}; start {before[-1]} ranks in all (on one host: --nproc-per-node {before[-1]}), or "
+        "change the mesh as below"
     ]
 
 

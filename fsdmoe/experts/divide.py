@@ -13,7 +13,8 @@ def experts_per_rank(num_experts: int, ep: int, world_size: int = 0) -> int:
         if world_size == 1:  # of one process, which was perhaps only forgotten to be several
             (line,) = ep_problems(num_experts, ep)
             raise ConfigError(
-                f"{line}, and start a multiple of as many ranks (--nproc-per-node; in a dry run --world)"
+                f"{line}, and start a multiple of as many ranks in all (on one host --nproc-per-node; in a "
+                "dry run --world)"
             )
         (line,) = ep_problems(num_experts, ep, world_size)
         raise ConfigError(f"{line}, or another model.num_experts" if world_size else line)

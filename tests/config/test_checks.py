@@ -28,11 +28,12 @@ def test_an_ep_for_no_number_of_ranks_is_told_the_numbers_of_experts_alone() -> 
     (line,) = build({"mesh": {"ep": 3}}, 1)[1]
     assert line == (
         "mesh.ep: expected a divisor of the 8 experts, got 3; choose one of 1, 2, 4, 8, and start a multiple "
-        "of as many ranks (--nproc-per-node; in a dry run --world)"
+        "of as many ranks in all (on one host --nproc-per-node; in a dry run --world)"
     )
     (line,) = build({"mesh": {"ep": 2}}, 1)[1]
     assert line.endswith(
-        "choose mesh.ep = 1, or start a multiple of 2 ranks: --nproc-per-node 2 (in a dry run --world 2)"
+        "choose mesh.ep = 1, or start a multiple of 2 ranks in all: on one host --nproc-per-node 2 (in a dry "
+        "run --world 2)"
     )
 
 

@@ -183,6 +183,6 @@ def test_the_ranks_of_the_run_are_named_where_its_mesh_is_not_for_these(
         load_config(["--resume", str(tmp_path)], world_size=1)
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert "--resume: expected the 2 ranks of the run's last start, or a mesh for others, got 1" in first
-    assert "add --nproc-per-node 2" in first
+    assert "start 2 ranks in all (on one host: --nproc-per-node 2), or change the mesh" in first
     assert "mesh.ep: " in second
     assert "torchrun" not in second
