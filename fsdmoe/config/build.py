@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdmoe.config.checks import cross_problems
 from fsdmoe.config.elastic import fit_mesh
-from fsdmoe.config.hf import apply_hf, apply_hf_data
+from fsdmoe.config.hf import apply_hf, apply_hf_data, settle_preset
 from fsdmoe.config.names_elsewhere import ALIASES
 from fsdmoe.config.removed import without_removed_keys, without_removed_options
 from fsdmoe.config.schema import SECTIONS, Config
@@ -67,6 +67,8 @@ def compose(
         else:
             parse_override(values[section], SECTIONS[section], key, text, problems)
     values["train"].setdefault("output_dir", f"runs/{name or _name_of(values['model'])}")
+    if _names_folder(values["model"]):
+        settle_preset(values["model"], mapping.get("model"), overrides, problems)
     _apply_preset(values["model"], problems)
     if _names_folder(values["model"]):
         apply_hf_data(values["model"]["hf"], values["data"], problems, needs_data=needs_data)

@@ -4,6 +4,7 @@ cannot be asked of a wrapped model."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,35 @@ from fsdmoe.config.values import Problems
 from fsdmoe.data.tokenizer import tokenizer_file
 from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.models.config import ModelConfig
+
+_PRINTED = {"architecture", "vocab_size", "hidden_size", "num_hidden_layers"}
+"""Keys that a printed configuration writes next to ``hf``, and nobody by hand."""
+
+
+def settle_preset(values: dict[str, Any], table: Any, overrides: Collection[str], problems: Problems) -> None:
+    """Take the preset out of a ``model`` section that names a folder: ``--model.hf`` takes the place of a
+    preset in the file, and any other preset next to a folder is refused.
+
+    Args:
+        values: The section.
+        table: What the file wrote of it.
+        overrides: The keys of the command line.
+        problems: Gets a line for a preset that is refused.
+    """
+    if "preset" not in values:
+        return
+    preset = values.pop("preset")
+    by_command, folder_by_command = (f"model.{key}" in overrides for key in ("preset", "hf"))
+    # Earlier versions printed configurations of a folder with the preset's default.
+    is_printed = preset == ModelConfig.preset and isinstance(table, dict) and table.keys() >= _PRINTED
+    if not by_command and (folder_by_command or is_printed):
+        return
+    fix = "take preset out of [model] in the file of --config"
+    if by_command:
+        fix = f"drop --model.preset, or {'drop --model.hf' if folder_by_command else 'add --model.hf none'}"
+    problems.append(
+        f"model.preset: expected none, since the folder of model.hf decides the model, got {preset!r}; {fix}"
+    )
 
 
 def apply_hf(values: dict[str, Any], problems: Problems) -> None:
@@ -29,13 +59,7 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
     stated = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | fields
     for key in [key for key in values if key in stated and key not in ("hf", "random_weights")]:
         written = None if values[key] == "none" else values[key]
-        if key == "preset" and not _says_the_same(written, stated[key]):
-            problems.append(
-                "model.preset: expected none, since the folder of model.hf decides the model, got "
-                f"{written!r}; take preset out of [model] in the file of --config (of a packaged one: in a "
-                "copy)"
-            )
-        elif not _says_the_same(written, stated[key]):
+        if not _says_the_same(written, stated[key]):
             problems.append(
                 f"model.{key}: the folder of model.hf means {stated[key]!r}, got {written!r}; drop the key"
             )

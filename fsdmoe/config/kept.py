@@ -62,6 +62,8 @@ def origins_of(
         return {**kept, **{_name_of_today(key): COMMAND_LINE for key in overrides}}
     written = {_name_of_today(key): file for key in by_dotted_key(dict(mapping))}
     written |= {_name_of_today(key): COMMAND_LINE for key in overrides}
+    if config.model.hf is not None:
+        written.pop("model.preset", None)  # of a file, in whose place the folder is
     values = by_dotted_key(dataclasses.asdict(config))
     defaults = by_dotted_key(dataclasses.asdict(Config()))
     from_preset = PRESETS.get(config.model.preset, {}) if config.model.hf is None else {}

@@ -83,10 +83,14 @@ def _read_packaged(file: Path) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML that reads back to the same; a field that is none is written ``"none"``."""
+    """The configuration as TOML that reads back to the same; a field that is none is written ``"none"``. Next
+    to the folder of ``model.hf`` there is no preset."""
     import tomli_w  # here, because a run that prints no configuration needs none of it
 
-    return tomli_w.dumps(_with_none_written(dataclasses.asdict(config)))
+    tables = _with_none_written(dataclasses.asdict(config))
+    if config.model.hf is not None:
+        del tables["model"]["preset"]
+    return tomli_w.dumps(tables)
 
 
 def _with_none_written(value: Any) -> Any:

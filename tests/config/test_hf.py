@@ -1,11 +1,12 @@
 """What a Hugging Face folder decides of the data, and what a run on it must be told."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from fsdmoe.config import load_config
+from fsdmoe.config import load_config, to_toml
 from fsdmoe.testing import requires_transformers
 from tests.support.hf_tiny import tiny_hf
 
@@ -115,13 +116,49 @@ def test_weights_that_are_pickles_or_named_themselves_are_told_what_to_do(
     assert line.format(folder=folder) in first
 
 
-def test_a_preset_next_to_a_folder_is_told_where_to_take_it_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def with_file(folder: Path, model: str) -> list[str]:
+    (folder / "own.toml").write_text(f"[model]\n{model}\n")
+    return ["--config", str(folder / "own.toml"), *arguments(folder, *text(folder))[2:]]
+
+
+PRESETS = ("quickstart", "qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_folder_on_the_command_line_takes_the_place_of_a_files_preset(folder: Path, preset: str) -> None:
+    command = with_file(folder, f'preset = "{preset}"')
+    found = load_config([*command, "--model.hf", str(folder / "hf")])
+    assert found.config.model.hf == str(folder / "hf")
+    assert found.config == load_config(arguments(folder, *text(folder))).config
+    assert "model.preset" not in found.origins
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("model", "options", "fix"),
+    [
+        ('preset = "{preset}"\nhf = "{hf}"', "", "take preset out of [model] in the file of --config"),
+        ('hf = "{hf}"', "--model.preset {preset}", "drop --model.preset, or add --model.hf none"),
+        ("", "--model.preset {preset} --model.hf {hf}", "drop --model.preset, or drop --model.hf"),
+    ],
+)
+def test_any_other_preset_next_to_a_folder_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], model: str, options: str, fix: str, preset: str
 ) -> None:
-    (folder / "own.toml").write_text('[model]\npreset = "qwen3-30b-a3b"\n')
+    names = {"preset": preset, "hf": folder / "hf"}
     with pytest.raises(SystemExit):
-        load_config(["--config", str(folder / "own.toml"), *arguments(folder, *text(folder))])
-    assert (
-        "model.preset: expected none, since the folder of model.hf decides the model, got 'qwen3-30b-a3b'; "
-        "take preset out of [model] in the file of --config"
-    ) in capsys.readouterr().err
+        load_config([*with_file(folder, model.format(**names)), *options.format(**names).split()])
+    assert capsys.readouterr().err == (
+        "fsdmoe: model.preset: expected none, since the folder of model.hf decides the model, got "
+        f"{preset!r}; {fix}\n"
+    )
+
+
+def test_a_printed_configuration_of_a_folder_reads_back(folder: Path) -> None:
+    """Those of earlier versions hold the default preset."""
+    config = load_config(arguments(folder, *text(folder))).config
+    printed = to_toml(config)
+    assert "preset" not in tomllib.loads(printed)["model"]
+    for written in (printed, printed.replace("[model]", '[model]\npreset = "quickstart"')):
+        (folder / "printed.toml").write_text(written)
+        assert load_config(["--config", str(folder / "printed.toml")]).config == config
