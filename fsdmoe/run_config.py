@@ -97,8 +97,8 @@ def told_changes(folder: Path, config: Config) -> list[str]:
         refuse_other_optimizer(before, config, folder)
     lines = {key: f"{key} {change}" for key, change in differences(before, config).items()}
     for key, line in lines.items():
-        unread = f"; {_unread(key, config)}" * bool(_unread(key, config))
-        logger.info("changed since the last start: %s%s", line, unread)
+        why_unread = _unread(key, config)
+        logger.info("changed since the last start: %s%s", line, f"; {why_unread}" if why_unread else "")
     warn_of_trained_documents(before, config)
     return list(lines.values())
 
