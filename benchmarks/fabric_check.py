@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from fabric import FABRICS_BY_NAME
 from fabric_group import World, emulated_fabric, fabric_meshes
+from timing import require_gpu
 
 from fsdmoe.compat import all_gather, reduce_scatter
 from fsdmoe.mesh import Axis, MeshConfig, Meshes
@@ -122,6 +123,7 @@ def overlap(meshes: Meshes) -> None:
 
 
 def main() -> None:
+    require_gpu()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name, ep in (("node", 8), ("nodes", 64), ("free", 8)):
         fabric = FABRICS_BY_NAME[name]

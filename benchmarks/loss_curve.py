@@ -21,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from timing import require_gpu
+
 from fsdmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -96,6 +98,8 @@ def main() -> int:
     parser.add_argument("--chart", type=Path, help="an SVG or PNG; needs matplotlib")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="take the curves from an earlier --json")
     args = parser.parse_args()
+    if not (args.tiny or args.draw):
+        require_gpu("try --tiny")
     curves: Curves = {}
     if args.draw:
         curves = json.loads(args.draw.read_text())

@@ -388,7 +388,9 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
         tokenizer = to_hf(options.path, options.out, policy, progress=step)
     if tokenizer is None:
         name = ((reader.index.about.get("run") or {}).get("data") or {}).get("tokenizer")
-        fix = "the run's is not at hand; --config-from FOLDER copies one"
+        fix = (
+            "the run's is not at hand; copy one there, or export to another folder with --config-from FOLDER"
+        )
         why = "the run's is bytes, which has no files" if name == "bytes" else fix
         console.print(f"no tokenizer was written: {why}")
     else:

@@ -44,7 +44,7 @@ def settled(optimizer: torch.optim.Optimizer, part: str, settings: OptimizerSett
     found = []
     for group, built in zip(optimizer.param_groups, before, strict=True):
         for key, value in built.items():
-            if _number(group[key]) != _number(value):
+            if group["params"] and _number(group[key]) != _number(value):
                 found.append(f"{key} {_number(group[key])} there, {_number(value)} here")
             if settings == "stored":
                 continue

@@ -111,12 +111,13 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         found += [line for keys, line in findings if wrong.isdisjoint(keys)]
     if not is_plan and not problems and "--evaluate-only" not in flags:
         found += meeting_problems() or memory_problems(fitted, world_size)
-    # What this machine's devices cannot do says nothing of the machine that is planned for.
-    if not is_plan and not problems and "--evaluate-only" not in flags and config.train.graphs != "none":
+    # What this machine's devices cannot do says nothing of the machine that is planned for. Told first: the
+    # rest may be for nothing here.
+    if not is_plan and "--evaluate-only" not in flags and config.train.graphs != "none":
         import torch  # the only one that knows of its devices
 
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        found += [line for _, line in asked(config.train.require_device, device_type)]
+        problems[:0] = [line for _, line in asked(config.train.require_device, device_type)]
     if problems or (found and not is_plan):
         _exit_with([*problems, *found])
     if not is_elsewhere and not found:

@@ -29,6 +29,7 @@ from fsdmoe.fsdp.buffer import BufferPool, Scratch, Slot
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.context import GroupContext
+from fsdmoe.fsdp.conversion import refuse_conversion
 from fsdmoe.fsdp.engine import ENGINE, Engine
 from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
@@ -81,6 +82,7 @@ def fully_shard(
     place_buffers(model, meshes.device)
     engine = _build(choices, subclasses, plan, meshes, policy, init_fn)
     setattr(model, ENGINE, engine)
+    refuse_conversion(model)
     if dist.get_rank() == 0:
         logger.info("fully sharded: %d units, buffers %s", len(engine.units), engine.pool.report)
     return model

@@ -193,6 +193,8 @@ def test_kernels_are_judged_by_what_rounding_does_to_the_curve() -> None:
         ("moe_layer", "moe_layer.py: needs a GPU"),
         ("memory", "memory.py: needs a GPU; try --tiny"),
         ("emulated_run", "emulated_run.py: needs a GPU; try --tiny"),
+        ("fabric_check", "fabric_check.py: needs a GPU"),
+        ("loss_curve", "loss_curve.py: needs a GPU; try --tiny"),
         ("planned_memory", "planned_memory.py: needs a GPU; try --tiny"),
     ],
 )
