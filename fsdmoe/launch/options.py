@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -33,23 +34,45 @@ _SBATCH = (
     "--reservation",
 )  # fmt: skip
 """Options that people give to sbatch."""
-_SHORT = {
+_LONG_NAMES = {
     "-A": "--account",
     "-C": "--constraint",
+    "-J": "--job-name",
+    "-N": "--nodes",
+    "-k": "--no-kill",
+    "-n": "--ntasks",
+    "-o": "--output",
     "-p": "--partition",
     "-q": "--qos",
+    "-s": "--oversubscribe",
+    "-t": "--time",
     "-w": "--nodelist",
     "-x": "--exclude",
 }
-_WRITTEN = {
-    "--time": "--time",
-    "-t": "--time",
-    "--nodes": "--nodes",
-    "-N": "--nodes",
-    "--gpus-per-node": "--gpus-per-node",
-    "--signal": "--lead",
+"""Options of sbatch by their short names."""
+_ONE_LAUNCHER = "drop it: each node has one task, its launcher, which starts --gpus-per-node ranks"
+_REQUEUED = "drop it: the job is requeued until its run has ended"
+_WHOLE_NODES = "drop it: the job has whole nodes"
+_SCRIPT_OPTIONS = {
+    "--job-name": "rename the file of the configuration, whose name the job has",
+    "--nodes": "write --nodes",
+    "--ntasks": _ONE_LAUNCHER,
+    "--ntasks-per-node": _ONE_LAUNCHER,
+    "--ntasks-per-gpu": _ONE_LAUNCHER,
+    "--gpus-per-node": "write --gpus-per-node",
+    "--exclusive": _WHOLE_NODES,
+    "--oversubscribe": _WHOLE_NODES,
+    "--no-kill": "write --nodes MIN:MAX, with which a job outlives its nodes",
+    "--time": "write --time",
+    "--requeue": _REQUEUED,
+    "--no-requeue": _REQUEUED,
+    "--open-mode": "drop it: attempts append to one log",
+    "--output": "write --write FOLDER, which has the logs too",
+    "--signal": "write --lead",
 }
-"""Options of sbatch that the script has from options here."""
+"""Options of sbatch that the script has, and those that would undo them; each with the fix."""
+_FREE_WITHOUT_GPUS = ("--exclusive", "--oversubscribe")
+"""Those that the script of ``--cpu`` does not have."""
 _NO_RUN = ("--dry-run", "--files-elsewhere", "--print-config", "--world")
 """Flags of ``train.py`` that start no run."""
 _IMAGE = re.compile(
@@ -125,7 +148,7 @@ def option_problems(options: argparse.Namespace) -> list[str]:
         problems += _fixed_size_problems(options.nodes)
     problems += _gpu_problems(options.gpu)
     if options.on == "slurm":
-        problems += _time_problems(options) + _sbatch_problems(options.sbatch)
+        problems += _time_problems(options) + _sbatch_problems(options.sbatch, has_gpus=not options.cpu)
     if options.on == "kubernetes":
         problems += _image_problems(options.image)
     if options.shared and options.on in _STORAGE:
@@ -150,7 +173,7 @@ def word_problems(words: Sequence[str], engine: str) -> list[str]:
     own = [f"--{name.replace('_', '-')}" for name in vars(parser().parse_args([]))]
     names = [word.partition("=")[0] for word in words if word.startswith("-")]
     for name in names:
-        if engine == "slurm" and (option := _SHORT.get(name, name)) in _SBATCH:
+        if engine == "slurm" and (option := _LONG_NAMES.get(name, name)) in _SBATCH:
             problems.append(f"{name}: an option of sbatch; write --sbatch={option}=VALUE")
         elif name in _NO_RUN:
             fix = "drop it: the job has --nodes, and is not submitted without --submit; to plan, fsdmoe train"
@@ -214,19 +237,30 @@ def _time_problems(options: argparse.Namespace) -> list[str]:
     return problems
 
 
-def _sbatch_problems(given: Sequence[str]) -> list[str]:
+def _sbatch_problems(given: Sequence[str], *, has_gpus: bool) -> list[str]:
     problems = []
     for option in given:
-        name = re.split("[= ]", option, maxsplit=1)[0]
-        if name in _WRITTEN:
-            fix = f"write {_WRITTEN[name]}"
-            problems.append(
-                f"--sbatch: expected options that the script does not have, got {option!r}; {fix}"
-            )
-        elif not re.fullmatch("--?[a-zA-Z].*", option):
+        if not re.fullmatch("--?[a-zA-Z].*", option):
             fix = f"write --sbatch=--{option.lstrip('-').splitlines()[0] if option.strip('-') else 'OPTION'}"
             problems.append(f"--sbatch: expected an option of sbatch, got {option!r}; {fix}")
+        for name in _names_for_sbatch(option):
+            if name in _SCRIPT_OPTIONS and (has_gpus or name not in _FREE_WITHOUT_GPUS):
+                problems.append(
+                    f"--sbatch: expected options that the script does not have, got {option!r}; "
+                    f"{_SCRIPT_OPTIONS[name]}"
+                )
     return problems
+
+
+def _names_for_sbatch(line: str) -> list[str]:
+    """The long names of the options on a line for sbatch, which may hold several. A short option's value may
+    follow without a space."""
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quote that nothing closes
+        words = line.split()
+    names = [word.partition("=")[0] for word in words if word.startswith("-")]
+    return [name if name.startswith("--") else _LONG_NAMES.get(name[:2], name) for name in names]
 
 
 def _image_problems(image: str) -> list[str]:

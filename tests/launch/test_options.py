@@ -64,6 +64,14 @@ def refusals(
         (("--sbatch=--time=10",), "got '--time=10'; write --time"),
         (("--sbatch=-N 3",), "got '-N 3'; write --nodes"),
         (("--sbatch=--signal=TERM@9",), "write --lead"),
+        (("--sbatch=-t10",), "got '-t10'; write --time"),
+        (("--sbatch=-N4",), "got '-N4'; write --nodes"),
+        (("--sbatch=-n8",), "got '-n8'; drop it: each node has one task, its launcher"),
+        (("--sbatch=-p fast --time=10",), "got '-p fast --time=10'; write --time"),
+        (("--sbatch=--no-requeue",), "got '--no-requeue'; drop it: the job is requeued"),
+        (("--sbatch=--output=/x",), "got '--output=/x'; write --write FOLDER"),
+        (("--sbatch=-Jmine",), "got '-Jmine'; rename the file of the configuration"),
+        (("--sbatch=-k",), "got '-k'; write --nodes MIN:MAX"),
         (("--on", "kubernetes"), "--image: expected the container image of the job, got none; name one"),
         (
             (*KUBERNETES, "--image", "https://ghcr.io/me/x"),
@@ -125,6 +133,8 @@ def test_all_problems_of_a_command_come_together_and_without_warnings(
         (*KUBERNETES, "--shared", "team.claim-1:/mnt/a_b"),
         (*SKYPILOT, "--shared", "my_bucket.2:/runs", "--nodes", "2:2"),
         ("--nodes", "1:2", "--check-only"),
+        ("--sbatch=-A me", "--sbatch=-qhigh", "--sbatch=--constraint=a100", "--sbatch=--comment='-t 1"),
+        ("--cpu", "--sbatch=--exclusive"),
     ],
 )
 def test_options_that_engines_take_are_taken(
@@ -145,6 +155,28 @@ def test_options_that_engines_take_are_taken(
         str(write_config(tmp_path, 20)),
     ]
     assert main([*given, *words]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus", [(), ("--cpu",)])
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_each_option_of_the_slurm_script_is_refused_a_second_time(
+    nodes: str,
+    gpus: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--on", "slurm", "--nodes", nodes, "--gpus-per-node", "2", "--write", "job", *gpus]
+    given += ["--config", str(write_config(tmp_path, 20))]
+    assert main(given) == 0
+    lines = Path("job/job.sbatch").read_text().splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert "--requeue" in options
+    capsys.readouterr()
+    for option in options:
+        assert main([*given, f"--sbatch={option}"]) == 2, option
+        assert f"does not have, got {option!r}; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
