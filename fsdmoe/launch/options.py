@@ -274,12 +274,14 @@ def _image_problems(image: str) -> list[str]:
 
 def _shared_problems(shared: str, what: str, pattern: str) -> list[str]:
     name, _, folder = shared.partition(":")
-    if re.fullmatch(pattern, name) and re.fullmatch("/[^:]*[^:/][^:]*", folder):
+    is_address = folder.startswith("//")
+    if re.fullmatch(pattern, name) and re.fullmatch("/[^:]*[^:/][^:]*", folder) and not is_address:
         return []
     meant = re.sub("[^a-z0-9._-]+", "-", name.lower()).strip("-._").replace("_", "-")
     fix = f"write {meant or 'NAME'}:/{folder.strip('/') or 'shared'}"
-    if ":" in folder:  # an address
-        fix = "write its name alone before the colon, as in data:/shared"
+    if is_address or ":" in folder:
+        without = f", without {name}://" * is_address
+        fix = f"write its name alone before the colon{without}, as in data:/shared"
     line = (
         f"--shared: expected NAME:/FOLDER, {what} and an absolute folder of the nodes, got {shared!r}; {fix}"
     )

@@ -84,6 +84,11 @@ def refusals(
         ((*KUBERNETES, "--shared", "My_Claim:/shared"), "got 'My_Claim:/shared'; write my-claim:/shared"),
         ((*SKYPILOT, "--shared", "Runs:/shared"), "--shared: expected NAME:/FOLDER, a bucket (3 to 63"),
         ((*SKYPILOT, "--shared", "s3://runs:/shared"), "write its name alone before the colon"),
+        (
+            (*SKYPILOT, "--shared", "https://my-bucket"),
+            "got 'https://my-bucket'; write its name alone before the colon, without https://, as in",
+        ),
+        ((*KUBERNETES, "--shared", "nfs://server"), "without nfs://, as in data:/shared"),
         ((*KUBERNETES, "--time", "10"), "--time: expected --on slurm with it, got kubernetes; drop it"),
         (
             ("--on", "ray", "--shared", "a:/b"),
