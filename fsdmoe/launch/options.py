@@ -73,8 +73,17 @@ _SCRIPT_OPTIONS = {
 """Options of sbatch that the script has, and those that would undo them; each with the fix."""
 _FREE_WITHOUT_GPUS = ("--exclusive", "--oversubscribe")
 """Those that the script of ``--cpu`` does not have."""
-_NO_RUN = ("--dry-run", "--files-elsewhere", "--print-config", "--world")
-"""Flags of ``train.py`` that start no run."""
+_PLANS = "drop it: the job has --nodes, and is not submitted without --submit; to plan, fsdmoe train"
+_BY_HAND = "drop it: a job is resumed until its run has ended; run fsdmoe train with it by hand"
+_NO_RUN = {
+    "--dry-run": _PLANS,
+    "--files-elsewhere": _PLANS,
+    "--print-config": _PLANS,
+    "--world": _PLANS,
+    "--check-only": _BY_HAND,
+    "--evaluate-only": _BY_HAND,
+}
+"""Flags of ``train.py`` that start no run, or none to resume; each with the fix."""
 _IMAGE = re.compile(
     r"(?:[\w.-]+(?::\d+)?/)?[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
     r"(?::\w[\w.-]{0,127})?(?:@sha256:[0-9a-f]{64})?",
@@ -176,8 +185,7 @@ def word_problems(words: Sequence[str], engine: str) -> list[str]:
         if engine == "slurm" and (option := _LONG_NAMES.get(name, name)) in _SBATCH:
             problems.append(f"{name}: an option of sbatch; write --sbatch={option}=VALUE")
         elif name in _NO_RUN:
-            fix = "drop it: the job has --nodes, and is not submitted without --submit; to plan, fsdmoe train"
-            problems.append(f"{name}: expected options of a run, got one that starts none; {fix}")
+            problems.append(f"{name}: expected options of a run, got one that starts none; {_NO_RUN[name]}")
         elif name.startswith("--") and name not in FLAGS and "." not in name:
             longer = [option for option in own if option.startswith(f"{name}-")]
             if close := longer or get_close_matches(name, own, 1, 0.75):
