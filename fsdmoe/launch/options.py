@@ -20,7 +20,7 @@ from fsdmoe.launch.ranks import count_problems
 from fsdmoe.rules import nearest
 
 ENGINES = ("kubernetes", "ray", "skypilot", "slurm")
-_OF = {
+_ENGINES_WITH = {
     "time": ("slurm",),
     "lead": ("slurm",),
     "sbatch": ("slurm",),
@@ -28,7 +28,7 @@ _OF = {
     "plain": ("kubernetes",),
     "shared": ("kubernetes", "skypilot"),
 }
-"""The engines of options that not all of them have."""
+"""By option, the engines that have it; all of them have the others."""
 _SBATCH = (
     "--account", "--constraint", "--exclude", "--gres", "--mem", "--nodelist", "--partition", "--qos",
     "--reservation",
@@ -143,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
 def option_problems(options: argparse.Namespace) -> list[str]:
     """What is wrong with the options, a line each."""
     problems = size_problems(options)
+    defaults = parser()
     if options.on not in ENGINES:
         fix = nearest(options.on, ENGINES) if options.on else "choose one"
         got = repr(options.on) if options.on else "none"
@@ -150,8 +151,8 @@ def option_problems(options: argparse.Namespace) -> list[str]:
         return [line, *problems, *_gpu_problems(options.gpu)]
     problems += [
         f"--{name}: expected --on {' or '.join(engines)} with it, got {options.on}; drop it"
-        for name, engines in _OF.items()
-        if getattr(options, name) and options.on not in engines
+        for name, engines in _ENGINES_WITH.items()
+        if getattr(options, name) != defaults.get_default(name) and options.on not in engines
     ]
     if options.on == "skypilot" and ":" in options.nodes and not problems:
         problems += _fixed_size_problems(options.nodes)

@@ -94,6 +94,7 @@ def refusals(
             ("--on", "ray", "--shared", "a:/b"),
             "--shared: expected --on kubernetes or skypilot with it, got ray",
         ),
+        (("--on", "ray", "--lead", ""), "--lead: expected --on slurm with it, got ray; drop it"),
         (("--plain",), "--plain: expected --on kubernetes with it, got slurm; drop it"),
         (("--dry-run",), "--dry-run: expected options of a run, got one that starts none; drop it"),
         (
