@@ -21,7 +21,7 @@ from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.context_parallel.planner import group_sizes
 from fsdmoe.data.config import check_batch, require_holdout
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.divide import check_expert_width, experts_per_rank
+from fsdmoe.experts.divide import check_clones_stay, check_expert_width, experts_per_rank
 from fsdmoe.models.memory_parts import check_parts
 from fsdmoe.tensor_parallel.divide import check_tensor_parallel
 
@@ -42,10 +42,23 @@ def cross_problems(config: Config, world_size: int, *, is_here: bool = True) -> 
 def mesh_problems(config: Config, world_size: int) -> Findings:
     """What keeps so many ranks from being divided by the mesh of this configuration."""
     problems = _divided_ranks(config, world_size) + _attention_problems(config, world_size)
+    if config.experts.flex.domain:  # else a domain is a node, which the run knows
+        problems += clone_problems(config, world_size, config.experts.flex.domain)
     if config.model.hf is not None:
         contexts = ("context_parallel.dynamic", "context_parallel.varlen")
         problems += asked(check_attention, config, keys=("mesh.cp", "mesh.tp", *contexts, "data.seq_len"))
     return problems
+
+
+def clone_problems(
+    config: Config, world_size: int, domain: int, *, key: str = "experts.flex.domain"
+) -> Findings:
+    """What keeps experts from being cloned within NVLink domains of so many ranks, as ``key`` says."""
+    degrees = _degrees(config.mesh, world_size)
+    if config.experts.dispatcher != "flex" or not config.experts.clones or degrees is None:
+        return []
+    keys = ("experts.dispatcher", "experts.flex.domain", "mesh.ep")
+    return asked(check_clones_stay, degrees.ep, domain, world_size, key=key, keys=keys)
 
 
 def asked(rule: Callable[..., object], *args: Any, keys: tuple[str, ...] = (), **kwargs: Any) -> Findings:

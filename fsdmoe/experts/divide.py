@@ -27,6 +27,27 @@ def check_expert_width(width: int, etp: int) -> None:
         raise ConfigError(*etp_problems(width, 0, etp))
 
 
+def check_clones_stay(ep: int, domain: int, world_size: int, *, key: str = "experts.flex.domain") -> None:
+    """ConfigError for clones by flex where ranks of an EP group are in several NVLink domains.
+
+    Args:
+        ep: Neighbouring ranks that are one group.
+        domain: Neighbouring ranks that reach each other's memory.
+        world_size: All ranks.
+        key: What says how many are in a domain.
+    """
+    if any(first // domain != (first + ep - 1) // domain for first in range(0, world_size, ep)):
+        raise clones_apart(ep, f", of {domain} each ({key})", f"an ep that divides {domain}")
+
+
+def clones_apart(ep: int, domains: str = "", smaller: str = "a smaller ep") -> ConfigError:
+    """The refusal of clones by flex over several NVLink domains, with what is known of these."""
+    return ConfigError(
+        'experts.clones: with experts.dispatcher = "flex", expected the ranks of an EP group in one NVLink '
+        f'domain, got ep {ep} over several{domains}; set experts.dispatcher = "all_to_all", or take {smaller}'
+    )
+
+
 def divides(degree: int, *numbers: int) -> bool:
     return degree > 0 and not any(number % degree for number in numbers)
 

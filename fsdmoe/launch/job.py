@@ -12,6 +12,8 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
 from fsdmoe.config import CommandLine, Config
+from fsdmoe.config.checks import clone_problems
+from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.toml import PACKAGED
 from fsdmoe.data.config import keyed_sources
 from fsdmoe.launch.ranks import problems_of_fewer
@@ -65,6 +67,7 @@ class ClusterJob:
 def run_problems(job: ClusterJob, config: Config) -> list[str]:
     """Why a run could not go on after an interruption, or on fewer nodes; a line each."""
     problems = problems_of_fewer(config, range(job.min_nodes, job.nodes + 1), job.ranks_per_node)
+    problems += _clone_problems(job, config)
     checkpoint = config.checkpoint
     if checkpoint.interval < 0:
         problems.append(
@@ -76,6 +79,21 @@ def run_problems(job: ClusterJob, config: Config) -> list[str]:
             'checkpoint.load: expected "latest", got "none": every start of the job would begin anew; drop it'
         )
     return problems
+
+
+def _clone_problems(job: ClusterJob, config: Config) -> list[str]:
+    """Why the run would refuse clones by flex, where its NVLink domains are nodes: at its start, which may be
+    on any of these numbers of them."""
+    if config.experts.flex.domain:  # the configuration's own checks have it
+        return []
+    for nodes in range(job.min_nodes, job.nodes + 1):
+        num_ranks = nodes * job.ranks_per_node
+        fitted = fit_mesh(config, num_ranks)
+        found = clone_problems(fitted, num_ranks, job.ranks_per_node, key="--gpus-per-node")
+        if found:
+            fix = ", or set experts.flex.domain where NVLink joins several nodes"
+            return [f"{line}{fix}" for _, line in found]
+    return []
 
 
 DEFAULT_GPU = "h100"

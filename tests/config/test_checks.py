@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.context_parallel.config import heads_of_ranks
 from fsdmoe.context_parallel.planner import check_fits
 from fsdmoe.data import check_batch, require_holdout
@@ -13,7 +14,7 @@ from fsdmoe.experts.dispatch import Links
 from fsdmoe.experts.dispatch.base import Link
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
-from fsdmoe.experts.divide import experts_per_rank
+from fsdmoe.experts.divide import check_clones_stay, experts_per_rank
 from fsdmoe.experts.split import check_split
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.memory.config import MemoryConfig
@@ -75,6 +76,11 @@ RULES: dict[str, tuple[Callable[[], object], dict[str, dict[str, Any]], int]] = 
     "dispatcher": (
         lambda: LocalDispatcher(links(2), 8), {"mesh": {"ep": 2}, "experts": {"dispatcher": "local"}}, 2,
     ),
+    "clones over domains": (
+        lambda: check_clones_stay(4, 2, world_size=4),
+        {"mesh": {"ep": 4}, "experts": {"dispatcher": "flex", "clones": 2, "flex": {"domain": 2}}},
+        4,
+    ),
     "batch": (
         lambda: check_batch(10, 4, dp_size=4),
         {"train": {"global_batch_size": 10, "micro_batch_size": 4}},
@@ -120,6 +126,39 @@ def test_the_checks_say_what_the_part_says(name: str) -> None:
         rule()
     _, problems = build(mapping, world)
     assert set(refused.value.problems) <= set(problems)
+
+
+@pytest.mark.parametrize(
+    ("ep", "domain", "world", "fits"),
+    [
+        (4, 8, 16, True),
+        (8, 8, 16, True),
+        (8, 4, 8, False),
+        (2, 3, 4, False),
+        (2, 3, 2, True),
+        (8, 0, 16, True),
+    ],
+)
+def test_clones_by_flex_are_refused_beyond_a_domain_that_is_told(
+    ep: int, domain: int, world: int, fits: bool
+) -> None:
+    experts = {"dispatcher": "flex", "clones": 2, "flex": {"domain": domain}}
+    train = {"global_batch_size": 16, "micro_batch_size": 1}
+    _, problems = build({"mesh": {"ep": ep}, "experts": experts, "train": train}, world)
+    refused = [] if fits else [
+        'experts.clones: with experts.dispatcher = "flex", expected the ranks of an EP group in one NVLink '
+        f"domain, got ep {ep} over several, of {domain} each (experts.flex.domain); set experts.dispatcher = "
+        f'"all_to_all", or take an ep that divides {domain}'
+    ]  # fmt: skip
+    assert problems == refused
+    for other in ({"dispatcher": "flex", "flex": {"domain": domain}}, {"clones": 2}):
+        assert build({"mesh": {"ep": ep}, "experts": other, "train": train}, world)[1] == []
+
+
+def test_an_elastic_mesh_keeps_clones_in_their_domain() -> None:
+    experts = {"dispatcher": "flex", "clones": 2, "flex": {"domain": 2}}
+    config, problems = build({"mesh": {"ep": 4, "elastic": True}, "experts": experts}, 4)
+    assert (config and fit_mesh(config, 4).mesh.ep, problems) == (2, [])
 
 
 @pytest.mark.parametrize(

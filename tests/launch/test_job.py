@@ -352,6 +352,25 @@ def test_a_job_that_could_not_go_on_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_clones_by_flex_beyond_a_node_are_refused(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path, 20))
+    words = ("--on", "slurm", "--config", config, "--experts.dispatcher", "flex", "--experts.clones", "2")
+    for fewest in ("2", "1:2"):
+        assert main([*words, "--nodes", fewest, "--gpus-per-node", "1"]) == 2
+        told = capsys.readouterr().err
+        assert "got ep 2 over several, of 1 each (--gpus-per-node); set experts.dispatcher" in told
+        assert "set experts.flex.domain where NVLink joins several nodes" in told
+    fixed = ("--mesh.elastic", "false", "--experts.flex.domain", "1")
+    with pytest.raises(SystemExit):  # by the configuration, which knows the domain
+        main([*words, "--nodes", "2", "--gpus-per-node", "1", *fixed])
+    assert "got ep 2 over several, of 1 each (experts.flex.domain)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    launch(*words[:2], *words[4:], nodes="2", gpus="2")
+    launch(*words[:2], *words[4:], "--experts.flex.domain", "2", nodes="2", gpus="1")
+
+
 def test_experts_beyond_a_node_come_with_their_predicted_price(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ from fsdmoe.experts.dispatch.flex import FlexDispatcher
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy, stays_in_domain
 from fsdmoe.experts.dispatch.flex_transport import FlexPlan, Transport
 from fsdmoe.experts.dispatch.transfer import Pending
+from fsdmoe.experts.divide import clones_apart
 from fsdmoe.kernels.clone_plan import ClonePlan, place_choices, plan_clones
 from fsdmoe.kernels.exchange_plan import Bounds
 from fsdmoe.kernels.permute import group_assignments
@@ -81,11 +82,7 @@ class FlexCloningDispatcher(FlexDispatcher):
         self.clones = clones
         self.num_local_experts += clones.slots
         if not stays_in_domain(links, self.state.policy):
-            raise ConfigError(
-                'experts.clones: with experts.dispatcher = "flex", expected the ranks of an EP group in one '
-                f"NVLink domain, got ep {links.ep.size} over several; set experts.dispatcher = "
-                '"all_to_all", or take a smaller ep'
-            )
+            raise clones_apart(links.ep.size)
 
     def describe(self) -> str:
         return f"{super().describe()}; {self.clones.slots} slots a rank for clones of hot experts"
