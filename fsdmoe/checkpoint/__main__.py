@@ -354,7 +354,8 @@ def _run_of(root: str) -> str:
     """The run that holds the folder of checkpoints, or the run's folder around it; empty without one."""
     if "://" in root:  # an object store has no locks
         return ""
-    found = (RunLock(folder).holder() for folder in (Path(root), Path(root).parent))
+    folder = Path(os.path.abspath(root))  # of "." and "..", pathlib has other parents
+    found = (RunLock(held).holder() for held in (folder, folder.parent))
     return next((str(holder) for holder in found if holder is not None), "")
 
 

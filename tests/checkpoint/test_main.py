@@ -75,6 +75,20 @@ def test_list_and_prune_show_and_delete_checkpoints(folder: Path, capsys: pytest
     assert "expected a folder of checkpoints" in " ".join(err.split())
 
 
+def test_prune_finds_the_run_around_the_folder_that_it_is_called_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Checkpointer(CheckpointConfig(asynchronous=False), tmp_path / "run" / "checkpoints")
+    one.save(1, {"model": {"w": torch.ones(2)}})
+    monkeypatch.chdir(tmp_path / "run" / "checkpoints")
+    lock = RunLock(tmp_path / "run")
+    lock.take()
+    code, out, _ = run(capsys, "prune", ".", "--keep-last", 1)
+    lock.release()
+    assert code == 0
+    assert "holds this folder and may be running" in out
+
+
 def test_diff_names_the_tensors_that_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = folder / "step_00000001", folder / "step_00000002"
     code, out, _ = run(capsys, "diff", one, two)
