@@ -29,6 +29,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from fsdmoe.checkpoint.adapter_export import Layout, to_adapter
 from fsdmoe.checkpoint.adapter_merge import merge_adapter
@@ -71,8 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options = parser.parse_args(words)
     hush_libraries()
-    # In a file or a pipe a row is a line, however long, so that names can be searched for.
-    console = Console(quiet=own_rank() != 0, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = Console(
+        quiet=own_rank() != 0,
+        # In a file or a pipe a row is a line, however long, so that names can be searched for.
+        width=None if sys.stdout.isatty() else _PIPE_WIDTH,
+        soft_wrap=True,
+        # Folders and tensors may be called [bold] or :smile:.
+        markup=False,
+        emoji=False,
+    )
     try:
         with _ranks():
             return options.run(options, console)
@@ -230,7 +238,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
     if not explicit:
         console.print(_folder_table(storage))
     index = together(lambda: open_verified(storage, names[0], "fast"))
-    console.print(f"[bold]{names[0]}[/bold]", _about_line(index))
+    console.print(Text(names[0], style="bold"), _about_line(index))
     console.print(_section_table(index))
     if options.tensors:
         console.print(_tensor_table(index))
@@ -372,8 +380,7 @@ def _diff(options: argparse.Namespace, console: Console) -> int:
         largest = max(each.largest for each in counters)
         console.print(
             f"{len(counters)} of them single numbers that are no weights, apart by at most {largest:g}: "
-            f"{counters[0].name}{' and others' * (len(counters) > 1)}",
-            markup=False,
+            f"{counters[0].name}{' and others' * (len(counters) > 1)}"
         )
     return int(bool(found))
 
@@ -395,7 +402,7 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
         why = "the run's is bytes, which has no files" if name == "bytes" else fix
         console.print(f"no tokenizer was written: {why}")
     else:
-        console.print(f"tokenizer files copied from {tokenizer}", markup=False)
+        console.print(f"tokenizer files copied from {tokenizer}")
     if (rounded := read_roundings(reader.index.about)) is not None:
         console.print(f"{len(rounded.names)} weights are in {rounded.format}, which they were trained for")
     console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
@@ -448,8 +455,7 @@ def _from_hf(options: argparse.Namespace, console: Console) -> int:
     if options.for_transformers:
         console.print(
             f"{options.out}: load it with --checkpoint.load {options.out} --checkpoint.load_only_model true "
-            f"--model.hf {options.source}",
-            markup=False,
+            f"--model.hf {options.source}"
         )
         return 0
     return _converted(options.out, console)
@@ -493,20 +499,20 @@ def _converted(path: str, console: Console) -> int:
     index = open_newest(path).index
     console.print(_section_table(index))
     only_model = "" if "optimizer" in index.values else " --checkpoint.load_only_model true"
-    console.print(f"To train from it: --checkpoint.load {path}{only_model}", markup=False)
+    console.print(f"To train from it: --checkpoint.load {path}{only_model}")
     config = index.about.get("hf_config")
     if config is None or not_understood(config):
         return 0
-    console.print("\n[model]", markup=False)
+    console.print("\n[model]")
     fields = model_fields(config)
     rope = fields.pop("rope")
     for key, value in fields.items():
         if value is not None:
-            console.print(f"{key} = {json.dumps(value)}", markup=False, soft_wrap=True)
+            console.print(f"{key} = {json.dumps(value)}")
     if rope.type != "default":
-        console.print("\n[model.rope]", markup=False)
+        console.print("\n[model.rope]")
         for key, value in {"type": rope.type, **rope.stated}.items():
-            console.print(f"{key} = {json.dumps(value)}", markup=False, soft_wrap=True)
+            console.print(f"{key} = {json.dumps(value)}")
     return 0
 
 
@@ -515,14 +521,14 @@ def _bar(console: Console, text: str, total: int | None) -> Iterator[Callable[[i
     """This rank's bytes; with several ranks the first one's share stands for all."""
     share = None if total is None else -(-total // world()[1])
     columns: tuple[ProgressColumn, ...] = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     if share is None:  # neither a share nor a remaining time can be shown
-        columns = (TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn())
+        columns = (TextColumn("{task.description}", markup=False), FileSizeColumn(), TransferSpeedColumn())
     progress = Progress(*columns, console=console)
     task = progress.add_task(text, total=share)
 

@@ -111,6 +111,25 @@ def test_a_long_name_stands_on_one_line_in_a_pipe(folder: Path, capsys: pytest.C
     assert [line for line in out.splitlines() if f"w/{name}" in line and "at most 1" in line]
 
 
+def test_folders_and_names_are_printed_as_they_are_on_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / ":smile:" / "run[base]" / ("x" * 200)
+    names = [f"[bold]{number:030}" for number in range(40)]
+    for name in names:
+        checkpoint.save(folder / name, **{"w[red]": {"a": torch.ones(2)}})
+    for command in (("list", folder), ("inspect", folder, "--tensors"), ("diff", folder, folder / names[0])):
+        code, out, err = run(capsys, *command)
+        assert (code, err) == (0, "")
+        assert names[0] in out or command[0] == "diff"
+        assert str(folder) in out or command[0] == "diff"
+        assert "w[red]/a" in out or command[0] != "inspect"
+    _, out, _ = run(capsys, "prune", folder, "--keep-last", 1)
+    (line,) = out.splitlines()
+    assert line.startswith(f"{folder}: deleted [bold]0")
+    assert f"; kept {names[-1]}" in line
+
+
 def test_diff_lists_weights_first_and_counters_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
