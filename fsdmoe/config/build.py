@@ -60,12 +60,7 @@ def compose(
     nothing may be concluded from, for that reason. Arguments as of :func:`build_config`; ``name`` of the
     configuration, by default its preset, is that of the run's folder where none is written."""
     values = _tables(without_removed_keys(mapping, SECTIONS, problems), problems)
-    for key, text in without_removed_options(overrides, problems).items():
-        section, _, rest = key.partition(".")
-        if section not in SECTIONS or not rest:
-            problems.append(f"--{key}: unknown option; {suggest(key, FLAGS)}")
-        else:
-            parse_override(values[section], SECTIONS[section], key, text, problems)
+    _override(values, overrides, problems)
     values["train"].setdefault("output_dir", f"runs/{name or _name_of(values['model'])}")
     if _names_folder(values["model"]):
         settle_preset(values["model"], mapping.get("model"), overrides, problems)
@@ -80,6 +75,25 @@ def compose(
         built[name] = SECTIONS[name]()
         wrong.update(f"{name}.{f.name}" for f in dataclasses.fields(SECTIONS[name]))
     return Config(**built), wrong
+
+
+def override_problems(overrides: Mapping[str, str | None]) -> Problems:
+    """What is wrong with options whatever the file says: there are none of these names."""
+    problems: Problems = []
+    _override(_tables({}, problems), overrides, problems)
+    return problems
+
+
+def _override(
+    values: dict[str, dict[str, Any]], overrides: Mapping[str, str | None], problems: Problems
+) -> None:
+    """Put the options of a command line into the tables of sections."""
+    for key, text in without_removed_options(overrides, problems).items():
+        section, _, rest = key.partition(".")
+        if section not in SECTIONS or not rest:
+            problems.append(f"--{key}: unknown option; {suggest(key, FLAGS)}")
+        else:
+            parse_override(values[section], SECTIONS[section], key, text, problems)
 
 
 def _tables(mapping: dict[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdmoe import events
-from fsdmoe.config.build import compose
+from fsdmoe.config.build import compose, override_problems
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
 from fsdmoe.config.elastic import fit_mesh
@@ -85,11 +85,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     flags, overrides = split_arguments(argv, problems)
     if world_size is None or "--world" in flags:
         world_size = _world_size(flags.get("--world"), problems)
-    mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
-    origins: dict[str, str] | None = None
+    mapping, origins = _read(flags, overrides, problems)
     resuming = _run_flag(flags)
-    if resuming:
-        mapping, origins = open_run(flags[resuming], problems, flag=resuming)
     if resuming and "--evaluate-only" in flags:
         mapping = _with_mesh_that_fits(mapping, overrides, world_size)
     is_plan = "--dry-run" in flags
@@ -136,6 +133,23 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         source=flags.get("--config") or flags.get(resuming) or CommandLine.source,
         written=frozenset((keys if origins is None else origins.keys()) | overrides.keys()),
     )
+
+
+def _read(
+    flags: Mapping[str, str], overrides: Mapping[str, str | None], problems: Problems
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """The tables of the file or run that is named, and where a run's values come from. Exits where it cannot
+    be read: all else would be said of the defaults."""
+    unread: Problems = []
+    mapping: dict[str, Any] = {}
+    origins: dict[str, str] | None = None
+    if "--config" in flags:
+        mapping = read_toml(flags["--config"], unread)
+    if resuming := _run_flag(flags):
+        mapping, origins = open_run(flags[resuming], unread, flag=resuming)
+    if unread:
+        _exit_with([*problems, *unread, *override_problems(overrides)])
+    return mapping, origins
 
 
 def _speaks() -> bool:

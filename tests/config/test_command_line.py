@@ -101,6 +101,34 @@ def test_the_command_exits_with_2_and_plain_lines_on_rank_0_and_one_on_others() 
     assert (other.wait(), other.stderr, other.stdout) == (2, line, "")
 
 
+@pytest.mark.parametrize("flag", ["--config", "--resume"])
+def test_nothing_is_said_of_the_defaults_where_a_file_is_missing(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        flag,
+        "nothere",
+        "--mesh.ep",
+        "3",
+        "--experts.flex.rows",
+        "3",
+        "--optim.lrr",
+        "1",
+        "--optimm.lr",
+        "1",
+    ]
+    with pytest.raises(SystemExit):
+        load_config(words, 2)
+    missing, *others = capsys.readouterr().err.splitlines()
+    assert missing.startswith(f"fsdmoe: {flag}: ")
+    assert "'nothere'" in missing
+    assert others == [
+        "fsdmoe: optim.lrr: unknown key; did you mean optim.lr?",
+        "fsdmoe: --optimm.lr: unknown option; did you mean optim.lr?",
+    ]
+
+
 def test_a_missing_corpus_is_refused_before_anything_is_built() -> None:
     result = run_program("train.py", "--data.kind", "text", "--data.path", "no/such/corpus")
     assert result.wait() == 2

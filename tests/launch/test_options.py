@@ -130,6 +130,8 @@ def test_all_problems_of_a_command_come_together_and_without_warnings(
     assert [line.split(":")[1] for line in lines] == [" --image", " --shared", " optim.lrr"]
     lines = refusals((*of_options, "--checkpoint.interval", "-1"), tmp_path, capsys, monkeypatch)
     assert [line.split(":")[1] for line in lines] == [" --image", " --shared", " checkpoint.interval"]
+    lines = refusals(("--config", "nothere", "--mesh.ep", "3"), tmp_path, capsys, monkeypatch)
+    assert [line.split(":")[1] for line in lines] == [" --config"]
     assert main([]) == 2
     told = [line.split(":")[1] for line in capsys.readouterr().err.splitlines()]
     assert told == [" --on", " --nodes", " --gpus-per-node", " --config"]
