@@ -139,6 +139,9 @@ class Engine:
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
+            # A last backward that reaches no trained parameter leaves what earlier ones made to this place.
+            if last and any(unit.grads.is_partial for unit in self.units):
+                self._end_micro_batch(is_last=True)
         finally:
             self.is_last_micro_batch = before
 
@@ -418,7 +421,11 @@ class Engine:
     def _end_backward(self) -> None:
         for unit in self._in_backward[:]:
             self._finish(unit)
-        if self._accumulates and self.is_last_micro_batch:
+        self._end_micro_batch(is_last=self._accumulates and self.is_last_micro_batch)
+
+    def _end_micro_batch(self, *, is_last: bool) -> None:
+        """Wait for its gradients; those of the step are complete after the last."""
+        if is_last:
             for unit in self.units:
                 unit.grads.finalize()
         self.streams.reduce.drain()
@@ -428,7 +435,7 @@ class Engine:
         for unit in self.units:
             unit.grads.settle()
         self._task = None
-        if self.grad_hooks and self._accumulates and self.is_last_micro_batch:
+        if self.grad_hooks and is_last:
             for parameter, hook in [*self.grad_hooks.values()]:  # a hook may remove itself
                 if parameter.grad is not None:
                     hook(parameter)

@@ -286,6 +286,11 @@ class GradBuffer:
         return self.state is _OPEN
 
     @property
+    def is_partial(self) -> bool:
+        """Between two backwards: it waits for the step's last one."""
+        return self.state is _OPEN or self.state is _PARTIAL
+
+    @property
     def is_staged(self) -> bool:
         return any(param.staged is not None for param in self.param_grads)
 

@@ -256,6 +256,29 @@ def test_a_gradient_that_is_not_complete_refuses_to_be_read() -> None:
     assert all("last=True" in found for found in run_ranks(read_before_the_last_micro_batch, 2))
 
 
+def end_with_a_micro_batch_that_trains_nothing(replicas: int) -> tuple[float, int]:
+    plain = Model()
+    plain.layers[0].requires_grad_(False)
+    model = fully_shard(copy.deepcopy(plain), build_meshes(dp_outer=replicas), FSDPPolicy(precision=FP32))
+    told: list[torch.Tensor] = []
+    model.layers[1].weight.register_post_accumulate_grad_hook(told.append)
+    for rank in range(dist.get_world_size()):
+        (plain(rows(0, rank)) / dist.get_world_size()).backward()
+    with engine_of(model).micro_batch(last=False):
+        model(rows(0)).backward()
+    model.plan = (0,)
+    with engine_of(model).micro_batch(last=True):
+        model(rows(1).requires_grad_()).backward()
+    return worst(plain, model), len(told)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_last_micro_batch_that_trains_nothing_completes_what_earlier_ones_left(replicas: int) -> None:
+    for difference, times in run_ranks(end_with_a_micro_batch_that_trains_nothing, 2, replicas):
+        assert difference < 1e-5
+        assert times == 1
+
+
 def set_gradients_by_hand() -> float:
     """Exchange gradients for others, as those who combine gradients of several losses do."""
     plain, model = models()
