@@ -7,9 +7,13 @@ import torch
 from tests.support.random_programs.draw import Program
 from tests.support.random_programs.sides import PlainSide
 
+HALF_A_STEP = 2.0**-9
+"""By how much rounding to bfloat16 may change a number."""
+
 
 class Witness(PlainSide):
-    """The plain model once more, from weights that differ in their last bit."""
+    """The plain model once more, from weights that differ in their last bit: of float32, or of bfloat16 where
+    the program rounds to that."""
 
     def __init__(self, program: Program, device: torch.device, tolerance: float) -> None:
         super().__init__(program, device, tolerance)
@@ -17,7 +21,11 @@ class Witness(PlainSide):
         with torch.no_grad():
             for parameter in self.params.values():
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2.0 - 1.0
-                parameter.copy_(torch.nextafter(parameter, signs.to(device) * torch.inf))
+                signs = signs.to(device)
+                if program.is_exact:
+                    parameter.copy_(torch.nextafter(parameter, signs * torch.inf))
+                else:
+                    parameter.mul_(1 + HALF_A_STEP * signs)
 
     def follow(self, plain: PlainSide) -> None:
         """Have gradients where the plain model has some."""
