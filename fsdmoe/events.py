@@ -5,7 +5,8 @@ event      when                                  with
 =========  ====================================  =====================================================
 start      a run begins, before its first step   ``step`` (0, or of the checkpoint), ``ranks``, ``began``
                                                  (when its launcher, or this rank, was started)
-restart    the same, where it was begun before   the same
+restart    the same, where it was begun before   the same; ``changed``: what the configuration has
+                                                 otherwise than at the last start (``lr 0.1 -> 0.2``)
 ready      the first step of a start is done     ``step``
 save       the loop goes on after a save         ``step``, ``stall`` (seconds that it waited)
 fault      something is wrong                    ``text``

@@ -144,6 +144,7 @@ class Run:
             step=step,
             ranks=dist.get_world_size(),
             began=failures.started_at(),
+            **({"changed": sorted(told)} if told else {}),
         )
         if trains and step >= train.steps:
             logging.info("nothing left to train: raise train.steps, or start anew: --checkpoint.load none")

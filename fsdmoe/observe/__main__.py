@@ -21,7 +21,7 @@ from fsdmoe.observe.console import print_table, suppress_broken_pipe
 from fsdmoe.observe.exposed import exposure
 from fsdmoe.observe.exposed import table as exposed_table
 from fsdmoe.observe.exposed_trace import read_trace
-from fsdmoe.observe.timeline import timeline_lines
+from fsdmoe.observe.timeline import changes_of, timeline_lines
 from fsdmoe.observe.watch import watch
 
 
@@ -77,7 +77,7 @@ def read_runs(folders: Sequence[str]) -> list[ComparedRun]:
             config = kept_values(kept.read_text(encoding="utf-8")) if kept.is_file() else None
         except ValueError as error:
             raise ConfigError(f"{kept}: expected TOML, found: {error}; correct that place") from error
-        found.append(read_run(folder, name, config))
+        found.append(read_run(folder, name, config, changes_of(events.read(folder))))
     return found
 
 

@@ -77,6 +77,8 @@ class ComparedRun:
     config: Mapping[str, Any] | None
     """By dotted key; none where the run kept none."""
     loads: LoadHistory
+    changes: Sequence[str] = ()
+    """Of its configuration, which is that of the last start: what each later start changed."""
 
     @cached_property
     def history(self) -> History:
@@ -111,7 +113,9 @@ class ComparedRun:
         return np.stack([np.interp(found[:, 0], steps, places), found[:, 1]], axis=1)
 
 
-def read_run(folder: Path, name: str, config: Mapping[str, Any] | None) -> ComparedRun:
+def read_run(
+    folder: Path, name: str, config: Mapping[str, Any] | None, changes: Sequence[str] = ()
+) -> ComparedRun:
     """A run that has ended, or one that is going on.
 
     Raises:
@@ -125,7 +129,9 @@ def read_run(folder: Path, name: str, config: Mapping[str, Any] | None) -> Compa
         )
     rows = read_metrics(path)
     last = max((row["step"] for row in rows), default=0)
-    return ComparedRun(name, rows, config, LoadHistory.load(folder / LOADS, max_columns=256, until=last))
+    return ComparedRun(
+        name, rows, config, LoadHistory.load(folder / LOADS, max_columns=256, until=last), changes
+    )
 
 
 def figures(run: ComparedRun) -> dict[str, str]:
@@ -221,7 +227,8 @@ def _loss_of(config: Mapping[str, Any]) -> str:
 
 def notes(runs: Sequence[ComparedRun]) -> list[str]:
     """What to know before figures are compared."""
-    return [note for note in (other_losses_note(runs), held_out_note(runs)) if note is not None]
+    changed = [f"The configuration of {run.name} changed {line}." for run in runs for line in run.changes]
+    return changed + [note for note in (other_losses_note(runs), held_out_note(runs)) if note is not None]
 
 
 def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:

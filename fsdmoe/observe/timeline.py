@@ -108,6 +108,18 @@ def lives_of(found: Sequence[Mapping[str, Any]]) -> list[Life]:
     return lives
 
 
+def changes_of(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What later starts changed in the configuration, as far as steps of before and after it are left."""
+    changed: list[tuple[int, str]] = []
+    for row in found:
+        if row["event"] == "restart":
+            step = row.get("step", 0)
+            changed = [known for known in changed if known[0] < step]  # others were trained again
+            if step and row.get("changed"):
+                changed.append((step, ", ".join(row["changed"])))
+    return [f"from step {step + 1} on: {text}" for step, text in changed]
+
+
 def spans_of(lives: Sequence[Life]) -> list[TimeSpan]:
     """The whole timeline, without gaps."""
     spans: list[TimeSpan] = []

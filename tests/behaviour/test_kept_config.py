@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from fsdmoe import events
 from fsdmoe.config import build_config, to_toml
+from fsdmoe.observe.timeline import changes_of
 from tests.support.scripts import Program, run_program, started_ranks
 from tests.support.tiny_run import tiny_config
 
@@ -78,6 +80,8 @@ def test_changes_are_told_once_as_keys_before_anything_is_loaded(tmp_path: Path)
     ]
     (resumed,) = [index for index, line in enumerate(lines) if line.startswith("resumed ")]
     assert max(told) < resumed
+    (changed,) = changes_of(events.read(tmp_path / "run"))
+    assert changed == "from step 3 on: model.num_experts_per_tok 2 -> 1, train.steps 2 -> 3"
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["train"]["steps"] == 3
 
 

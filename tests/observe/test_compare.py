@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fsdmoe import events
 from fsdmoe.errors import ConfigError
 from fsdmoe.observe.__main__ import main, read_runs
 from fsdmoe.observe.compare import differences, held_out_note, notes, page, table
@@ -172,6 +173,15 @@ def test_runs_without_evaluations_have_no_note_on_their_rows(tmp_path):
     metrics = folders[0] / "metrics.jsonl"
     metrics.write_text("".join(row for row in metrics.open() if "eval_loss" not in row))
     assert notes(read_runs(list(map(str, folders)))) == []
+
+
+def test_what_a_resumed_run_changed_is_noted(tmp_path):
+    folder = make_run(tmp_path / "a")
+    events.append(folder, "start", step=0)
+    events.append(folder, "restart", step=10, changed=["optim.lr 0.002 -> 0.001"])
+    assert notes(read_runs([str(folder)])) == [
+        "The configuration of a changed from step 11 on: optim.lr 0.002 -> 0.001."
+    ]
 
 
 def test_losses_of_different_kinds_are_noted(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdmoe import events, failures
-from fsdmoe.observe.timeline import drawing, goodput, lives_of, spans_of, timeline_lines
+from fsdmoe.observe.timeline import changes_of, drawing, goodput, lives_of, spans_of, timeline_lines
 
 
 def _row(time: float, event: str, step: int = 0, **facts: Any) -> dict[str, Any]:
@@ -54,6 +54,15 @@ def test_a_killed_start_lasted_as_long_as_the_steps_that_the_next_one_had(began:
     assert (first.last_step, first.ended) == (8, ended)
     trained = [(span.begin, span.end) for span in spans_of(lives_of(found)) if span.kind == "training"]
     assert trained == [(10, ended), (110, 150)]
+
+
+def test_changes_are_told_where_steps_of_before_and_after_are_left() -> None:
+    found = [
+        _row(0, "start"), _row(10, "restart", 40, changed=["optim.lr 0.1 -> 0.2", "train.steps 9 -> 99"]),
+        _row(20, "restart", 60, changed=["optim.lr 0.2 -> 0.3"]), _row(30, "restart", 50),
+    ]  # fmt: skip
+    assert changes_of(found) == ["from step 41 on: optim.lr 0.1 -> 0.2, train.steps 9 -> 99"]
+    assert changes_of([*found, _row(40, "restart", 0, changed=["train.seed 1 -> 2"])]) == []
 
 
 def test_the_time_of_a_hang_is_lost() -> None:
