@@ -95,6 +95,9 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere, name=name)
     fitted = fit_mesh(config, world_size)
     findings = cross_problems(fitted, world_size, is_here=not is_plan)
+    if any(": unknown option; " in line for line in problems):
+        # It may be what the number of ranks, or the mesh, was meant by.
+        wrong |= {key for keys, _ in findings for key in keys if key.startswith("mesh.")}
     refused = [line for keys, line in findings if wrong.isdisjoint(keys)]
     if resuming and any(line.startswith("mesh") for line in refused):
         problems += _other_ranks(resuming, flags[resuming], world_size)
@@ -251,6 +254,8 @@ def _run_flag(flags: Mapping[str, str]) -> str:
 
 def _no_option(word: str) -> str:
     """What to do about a word where an option should be."""
+    if word in ("-n", "-np"):
+        return f"{word}: expected --nproc-per-node for the number of ranks, got another launcher's; write it"
     if word.startswith("-"):
         return f"{word}: expected two dashes before an option, got one; write -{word}"
     fix = f"write --config {word}" if word.endswith(".toml") else "see --help"

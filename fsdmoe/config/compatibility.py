@@ -135,7 +135,7 @@ RESEND_ROWS = (
 """What keeps rows in another form, or receives them in two exchanges."""
 
 _APART = "replicas plan their micro-batches apart and cannot count over the global batch together"
-_REFERENCE = "their reference is the model without its adapters"
+_REFERENCE = "the reference of pairs of answers is the model without its adapters"
 
 OTHER_ROWS = (
     Row(on.GLOBAL_BALANCE, on.DYNAMIC_REPLICAS, CANNOT, _APART),

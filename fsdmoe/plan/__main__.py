@@ -25,6 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hush_libraries()
     if options.serve:
         return serve(options.port)
+    if options.model is not None and options.config is not None:
+        print("fsdmoe: --config: expected a model or --config, got both; drop one", file=sys.stderr)
+        return 2
+    options.model = options.model or options.config
     if options.model is None or options.gpus is None:
         print("fsdmoe: model and --gpus: expected both, got one or none; see --help", file=sys.stderr)
         return 2
@@ -62,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         help="a .toml file or the name of a packaged one, a Hugging Face folder, a config.json, or a preset",
     )
+    made.add_argument("--config", metavar="FILE", help="the same, as train and launch take it")
     made.add_argument("--gpus", type=int, help="how many")
     made.add_argument("--gpu", default="h100", help=f"their kind: {', '.join(GPUS)}")
     made.add_argument("--seq", type=int, help="tokens of a row; else the file's, or 4096")

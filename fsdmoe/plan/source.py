@@ -13,7 +13,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.models.config import PRESETS
 from fsdmoe.plan.memory_section import Parts
-from fsdmoe.rules import nearest
+from fsdmoe.rules import near_file, nearest
 
 DEFAULT_TOKENS = 4 * 2**20
 """In a step, where nobody says."""
@@ -142,7 +142,9 @@ def _read_tables(model: str, problems: list[str]) -> dict[str, Any]:
         return tables
     if path.name == "config.json" and path.is_file():
         return {"model": {"hf": str(path.parent)}}
-    known = f"{nearest(model, PRESETS)}" if not path.exists() else "give its folder, or call it config.json"
+    known = near_file(model) or nearest(model, PRESETS)
+    if path.exists():
+        known = "give its folder, or call it config.json"
     problems.append(
         "model: expected a .toml file or the name of a packaged one, a Hugging Face folder, a config.json "
         "or a preset, got "

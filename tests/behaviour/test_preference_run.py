@@ -74,7 +74,7 @@ def test_pairs_train_alike_on_any_mesh_and_go_on_under_another(
     ("changes", "line"),
     [
         ({"data__pack": True}, r"data\.pack: expected false, since each pair has a row of its own"),
-        ({"adapter__rank": 0}, r"data\.kind: their reference is the model without .*, got adapter\.rank"),
+        ({"adapter__rank": 0}, r"data\.kind: the reference .* is the model without .*, got adapter\.rank"),
         ({"adapter__freeze_base": False}, r"data\.kind: .* got adapter\.freeze_base = false"),
         ({"train__graphs": "step"}, r"data\.kind: the forward of the reference is not captured"),
     ],

@@ -51,6 +51,7 @@ runpy.run_path("train.py", run_name="__main__")
         (["--resume", "x", "--config", "y.toml"], "--resume: expected no --config with it"),
         (["--resume"], "--resume: expected a value after it"),
         (["--run", "x", "--train.output_dir", "y"], "write --config x/config.toml --train.output_dir FOLDER"),
+        (["-np", "2", "--config", "x.toml"], "-np: expected --nproc-per-node for the number of ranks"),
         (["--files-elsewhere"], "--files-elsewhere: only plans"),
         (["--gpu", "48"], "--gpu: only plans"),
         (["--world", "²", "--dry-run"], "--world: expected a positive number of ranks, got '²'"),
@@ -127,6 +128,14 @@ def test_nothing_is_said_of_the_defaults_where_a_file_is_missing(
         "fsdmoe: optim.lrr: unknown key; did you mean optim.lr?",
         "fsdmoe: --optimm.lr: unknown option; did you mean optim.lr?",
     ]
+
+
+def test_nothing_is_said_of_the_mesh_where_an_option_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(ROOT / "configs/quickstart.toml"), "--nprocs", "2", "--mesh.ep", "2"]
+    with pytest.raises(SystemExit):
+        load_config(arguments, 1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fsdmoe: --nprocs: unknown option; the launcher starts a rank for each GPU")
 
 
 def test_a_missing_corpus_is_refused_before_anything_is_built() -> None:

@@ -124,6 +124,12 @@ def test_a_wrapped_model_is_planned_by_its_own_parameters(
         (["qwen3-30b-a3b", "--gpus", "8", "--fabric", "x"], "--fabric: expected one of"),
         (["nowhere.toml", "--gpus", "8"], "--config: no file at 'nowhere.toml'"),
         (["qwen3-30b-a3b"], "model and --gpus: expected both"),
+        (
+            ["qwen3-30b-a3b", "--config", "quickstart", "--gpus", "8"],
+            "--config: expected a model or --config",
+        ),
+        (["--config", "nowhere.toml", "--gpus", "8"], "--config: no file at 'nowhere.toml'"),
+        ([f"{CONFIGS}s", "--gpus", "8"], f"did you mean {CONFIGS}"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_fix(
