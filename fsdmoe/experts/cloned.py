@@ -69,7 +69,9 @@ class ClonedExperts(RoutedExperts):
         return sent
 
     def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, begin: Begin) -> Tensor:
-        weights = plan.weights if isinstance(plan, CloningPlan) else None
+        weights: CloneWeights | None = None
+        if isinstance(plan, CloningPlan):  # which nodes of autograd may hold until backward
+            weights, plan.weights = plan.weights, None
         if weights is None:
             return super()._compute(plan, leaving, begin)
         compute = begin(weights.wait())

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import ClonePolicy, FlexPolicy
+from fsdmoe.experts.moe import GroupedExperts, MoE
+from fsdmoe.experts.parallel import parallelize_experts
+from fsdmoe.experts.router import Router
+from fsdmoe.experts.router_spec import RouterSpec
+from fsdmoe.fsdp import FSDPPolicy, fully_shard
 from fsdmoe.mesh import MeshConfig, build_meshes
+from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.behaviour.test_layouts import losses
 from tests.support import parallel_case
@@ -114,6 +124,27 @@ def test_a_backward_may_run_twice_and_an_evaluation_in_inference_mode_may_come_f
     for verdict in run_programs(list(programs), timeout=15.0):
         assert not verdict.problem
         assert len(verdict.done) == len(ops)
+
+
+def joined_weights_after_forward(dispatcher: str) -> int:
+    """How many tensors hold own weights and clones', on this rank, before backward."""
+    torch.manual_seed(0)
+    layer = MoE(Router(RouterSpec(num_experts=8, top_k=2), 64), GroupedExperts(8, 64, 32))
+    with torch.no_grad():
+        layer.gate.weight[:2] *= 5
+    meshes, flex = build_meshes(ep=2), FlexPolicy(rows=8.0)
+    parallelize_experts(layer, meshes, dispatcher=dispatcher, clones=TWO, flex=flex)
+    fully_shard(layer, meshes, FSDPPolicy(precision=PrecisionConfig(param_dtype="float32")))
+    y_TD, _ = layer(torch.randn(256, 64).abs(), RoutingContext())
+    shapes = {(4 + clones, 64, width) for clones in (1, 2) for width in (32, 64)}
+    found = sum(issubclass(type(each), Tensor) and tuple(each.shape) in shapes for each in gc.get_objects())
+    y_TD.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "flex"])
+def test_own_weights_next_to_clones_are_not_kept_for_backward(dispatcher: str) -> None:
+    assert run_ranks(joined_weights_after_forward, 2, dispatcher) == [0, 0]
 
 
 MODELS: dict[str, dict[str, Any]] = {
