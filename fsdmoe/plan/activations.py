@@ -67,6 +67,10 @@ class LayerView:
     """Parts (``precision.covers``) whose layers keep codes."""
     keeps_rows: bool = False
     """Experts keep their sorted rows and activations."""
+    clones: int = 0
+    """Slots for other ranks' experts."""
+    keeps_clones: bool = False
+    """Layers keep the weights of clones."""
 
     def kept_size(self, part: str) -> float:
         """Bytes of an element that only layers of this part keep."""
@@ -227,8 +231,8 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     layout = expert_layout(model, view.ep, view.etp)
     crosses = view.ep * view.etp > 1
     share = 1.0 if not crosses else view.flex_rows if view.dispatcher == "flex" else view.skew
-    rows = received_rows(layout, view.dispatcher, share)
-    local = model.num_experts // view.ep
+    rows = received_rows(layout, view.dispatcher, share, has_clones=view.clones > 0)
+    local = model.num_experts // view.ep + view.clones
     gates = 2 * model.moe_intermediate_size // view.etp * view.kept_size("experts")
     padding = local * ROW_ALIGNMENT if view.is_fused else 0
     found = [
@@ -253,6 +257,9 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     elif crosses:
         received = rows * width * view.kept_size("experts")
         found.append(KeptTensor("rows received", received, ("dispatch",), activation="expert_input"))
+    if view.keeps_clones:
+        numel = view.clones * expert_numel(model)
+        found.append(KeptTensor("weights of clones", 0, (), numel * size))
     if model.moe_latent_size:
         times = 1 if crosses or view.keeps_rows else 2
         found.append(KeptTensor("narrow rows", times * width * size))
@@ -266,6 +273,11 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     return found
 
 
+def expert_numel(model: ModelConfig) -> int:
+    """Elements of one expert's weights."""
+    return 3 * (model.moe_latent_size or model.hidden_size) * model.moe_intermediate_size
+
+
 def expert_layout(model: ModelConfig, ep: int, etp: int, domain: int = 8) -> ExpertLayout:
     """Of a model's experts over ranks, ``domain`` on a node."""
     nodes = ep * etp // domain if ep * etp % domain == 0 else 1
@@ -274,12 +286,15 @@ def expert_layout(model: ModelConfig, ep: int, etp: int, domain: int = 8) -> Exp
     )
 
 
-def received_rows(layout: ExpertLayout, dispatcher: str, share: float = 1.0) -> float:
+def received_rows(
+    layout: ExpertLayout, dispatcher: str, share: float = 1.0, *, has_clones: bool = False
+) -> float:
     """Rows that reach a rank for each token that it brings: under balanced routing a token once for every
     rank that holds one of its experts, or once for every rank (allgather). ``share``: so many times as many,
-    which buffers of flex hold whatever comes."""
+    which buffers of flex hold whatever comes; with clones as many as pairs of a row and an expert."""
     name = choose_dispatcher(layout).dispatcher if dispatcher == "auto" else dispatcher
     if layout.ep == 1 or name == "local":
         return float(layout.etp)
     needed = 1.0 if name == "allgather" else min(1.0, layout.rank_probability * share)
-    return layout.ep * needed * layout.etp
+    rows = layout.ep * needed * layout.etp
+    return max(rows, min(layout.ep, share * layout.top_k)) if has_clones and name == "flex" else rows

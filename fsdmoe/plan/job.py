@@ -23,7 +23,7 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim import count_state
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.optim.group_config import GroupConfig
-from fsdmoe.plan.loads import Loads
+from fsdmoe.plan.loads import Cloning, Loads, Skew
 from fsdmoe.plan.parameters import EnginePlan, ModelSource, plan_parameters
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
@@ -109,6 +109,24 @@ class Setting:
     def offload(self) -> frozenset[str]:
         """Activations that wait in host memory."""
         return frozenset(self.memory.offload)
+
+    def cloning(self, job: Job) -> Cloning | None:
+        """Of hot experts; None without."""
+        experts = self.experts
+        if not experts.clones or self.degrees.ep == 1:
+            return None
+        pairs = self.tokens(job) * job.model.num_experts_per_tok
+        return Cloning(experts.clones, experts.clone_rows, pairs)
+
+    def skew(self, job: Job) -> Skew:
+        """Of its ranks' experts."""
+        return job.loads.skew(self.degrees.ep, self.cloning(job))
+
+    @property
+    def dispatcher(self) -> str:
+        """As a run decides it, but for ``auto`` without clones, which the sizes of the model decide."""
+        has_clones = self.experts.clones and self.experts.dispatcher == "auto"
+        return "all_to_all" if has_clones else self.experts.dispatcher
 
     @property
     def param_bytes(self) -> int:

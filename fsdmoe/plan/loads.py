@@ -6,19 +6,24 @@ of the rank whose layers together got most. Both are multiples of an even share:
     choices of experts 0 1 2 3      shares of ranks, ep 2      time                 memory
     layer 0            4 2 1 1      1.5  0.5                   (1.5 + 1.25) / 2     (1.5 + 0.75) / 2
     layer 1            1 2 3 2      0.75 1.25
+
+With clones of hot experts the shares are those after the clones took over what they compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.routing_file import Recording
+from fsdmoe.kernels.clone_plan import plan_clones
 from fsdmoe.rules import divisors
 
 
@@ -32,19 +37,46 @@ class Skew(NamedTuple):
 
 
 EVEN = Skew()
+EVENED = {1: 1.06, 2: 1.02}
+"""What clones leave of any skew, by slots a rank (more: as two): the median of drawn loads of 64 to 256
+experts on 8 to 64 ranks."""
+MOST_PLANS = 32
+"""Of the layers and steps of a recording, so many are planned with clones."""
 
 
-@dataclass(frozen=True)
+class Cloning(NamedTuple):
+    """Of hot experts (``experts.clones``)."""
+
+    slots: int
+    least_rows: int
+    pairs: int
+    """Of a row and an expert, that a rank brings to a layer."""
+
+
+@dataclass(frozen=True, eq=False)  # remembered by identity
 class Loads:
     """Even ones, where nothing is said."""
 
     given: Skew = EVEN
     recorded: Mapping[int, Skew] = field(default_factory=dict)
     """By ``ep``."""
+    choices_SLE: Tensor | None = None
+    """What was recorded."""
 
-    def skew(self, ep: int) -> Skew:
+    def skew(self, ep: int, cloning: Cloning | None = None) -> Skew:
         """Of experts over so many ranks."""
-        return EVEN if ep == 1 else self.recorded.get(ep, self.given)
+        if ep == 1:
+            return EVEN
+        found = self.recorded.get(ep, self.given)
+        if cloning is None or found.time == 1:
+            return found
+        if self.choices_SLE is not None:
+            return _cloned_skew(self, ep, cloning)
+        # The busiest rank's surplus goes to a clone on each of some ranks, if it is worth one.
+        if (found.time - 1) * cloning.pairs <= cloning.least_rows:
+            return found
+        left = EVENED[min(cloning.slots, max(EVENED))]
+        return Skew(min(found.time, left), min(found.memory, left))
 
 
 def read_loads(skew: float | None, path: str | None, num_experts: int) -> Loads:
@@ -75,7 +107,7 @@ def read_loads(skew: float | None, path: str | None, num_experts: int) -> Loads:
             f"{recording.num_experts} in {path!r}; record this model"
         )
     loads_SLE = recording.loads()
-    return Loads(recorded={ep: skew_of(loads_SLE, ep) for ep in divisors(num_experts)})
+    return Loads(recorded={ep: skew_of(loads_SLE, ep) for ep in divisors(num_experts)}, choices_SLE=loads_SLE)
 
 
 def skew_of(loads_SLE: Tensor, ep: int) -> Skew:
@@ -83,3 +115,25 @@ def skew_of(loads_SLE: Tensor, ep: int) -> Skew:
     by_rank_SLP = loads_SLE.double().unflatten(2, (ep, -1)).sum(3)
     share_SLP = ep * by_rank_SLP / by_rank_SLP.sum(2, keepdim=True).clamp(min=1)
     return Skew(share_SLP.amax(2).mean().item(), share_SLP.mean(1).amax().item())
+
+
+@lru_cache(maxsize=1024)
+def _cloned_skew(loads: Loads, ep: int, cloning: Cloning) -> Skew:
+    """By the plans of clones that a run would make, of some layers and steps spread over the recording."""
+    assert loads.choices_SLE is not None
+    choices_NE = loads.choices_SLE.flatten(0, 1).double()
+    choices_NE = choices_NE[choices_NE.sum(1) > 0]
+    some = torch.linspace(0, len(choices_NE) - 1, min(MOST_PLANS, len(choices_NE))).long()
+    shares_NE = choices_NE[some] / choices_NE[some].sum(1, keepdim=True)
+    counts_NE = (shares_NE * cloning.pairs).round().int()  # of each rank: all bring the same
+    busiest = [float(_rows_after_cloning(counts_E, ep, cloning).amax()) for counts_E in counts_NE]
+    share = sum(busiest) / len(busiest) / cloning.pairs
+    return Skew(share, min(share, loads.recorded[ep].memory))
+
+
+def _rows_after_cloning(counts_E: Tensor, ep: int, cloning: Cloning) -> Tensor:
+    """``[P]``: what each rank computes, of ranks that all bring ``counts_E``."""
+    plan = plan_clones(counts_E.expand(ep, -1), cloning.slots, cloning.least_rows)
+    rows_F = torch.diff(plan.ends_F, prepend=plan.ends_F.new_zeros(1))
+    stride = len(counts_E) // ep + cloning.slots
+    return rows_F.new_zeros(ep).index_add(0, plan.places_F // stride, rows_F)

@@ -19,6 +19,7 @@ from fsdmoe.plan.activations import (
     LayerKind,
     LayerView,
     expert_layout,
+    expert_numel,
     kept_bytes,
     layer_tensors,
     received_rows,
@@ -87,17 +88,20 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
 
 def layer_view(job: Job, setting: Setting) -> LayerView:
     degrees = setting.degrees
+    num_clones = setting.experts.clones if degrees.ep > 1 else 0
     return LayerView(
         itemsize=setting.param_bytes,
         tp=degrees.tp,
         ep=degrees.ep,
         etp=degrees.etp,
-        dispatcher=setting.experts.dispatcher,
+        dispatcher=setting.dispatcher,
         flex_rows=setting.experts.flex.rows,
-        skew=job.loads.skew(degrees.ep).memory,
+        skew=setting.skew(job).memory,
         is_fused=not job.has_plain_layers,
         coded=_coded_parts(setting),
         keeps_rows=setting.memory.keep == "rows",
+        clones=num_clones,
+        keeps_clones=num_clones > 0 and setting.experts.clone_keep,
     )
 
 
@@ -260,7 +264,8 @@ def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -
             rows = tokens * 2 * model.intermediate_size
         else:
             width = model.moe_latent_size or model.hidden_size
-            padding = ROW_ALIGNMENT * (model.num_experts // view.ep)
+            local = model.num_experts // view.ep + view.clones
+            padding = ROW_ALIGNMENT * local
             placed = tokens * model.num_experts_per_tok * view.etp + padding
             # Gradients of the outputs, of the activation and of what it was made from; where weight gradients
             # wait until inputs' are on their way back, those too.
@@ -268,6 +273,9 @@ def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -
             # Decoded, the pre-activation of the layer under way is two widths more.
             inner = (5 if "experts" in view.coded else 3) * (model.moe_intermediate_size // view.etp)
             rows = placed * (widths + inner)
+            if view.clones:  # own weights with those of clones behind them, and gradients of these
+                rows += local * expert_numel(model)
+                remade += view.clones * expert_numel(model) * FP32
         most = max(most, rows * size + remade + _decoded_bytes(job, setting, kind, view))
     return most
 
@@ -297,10 +305,14 @@ def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:
     if degrees.ep * degrees.etp == 1 or not model.num_moe_layers:
         return 0
     layout = expert_layout(model, degrees.ep, degrees.etp)
-    is_flex = setting.experts.dispatcher == "flex"
-    share = setting.experts.flex.rows if is_flex else job.loads.skew(degrees.ep).memory
-    rows = received_rows(layout, setting.experts.dispatcher, share)
+    is_flex = setting.dispatcher == "flex"
+    share = setting.experts.flex.rows if is_flex else setting.skew(job).memory
+    has_clones = setting.cloning(job) is not None
+    rows = received_rows(layout, setting.dispatcher, share, has_clones=has_clones)
     if setting.experts.dispatcher == "by_node":  # what other nodes sent to be handed on
         rows += layout.rows_between_nodes("by_node")
     width = model.moe_latent_size or model.hidden_size
-    return round(2 * rows * tokens * width * setting.param_bytes)
+    slots = 0  # of flex, for weights and gradients of clones: all layers share them
+    if is_flex and has_clones:
+        slots = setting.experts.clones * expert_numel(model) * (setting.param_bytes + FP32)
+    return round(2 * rows * tokens * width * setting.param_bytes) + slots

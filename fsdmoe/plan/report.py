@@ -119,7 +119,7 @@ def ranking_values(ranking: Ranking, wanted: Reading, request: Request, most: in
         "parameters": memory_plan(ranking.job, best.setting).num_parameters,
         "seq_len": ranking.job.seq_len,
         "global_batch_size": ranking.job.global_batch_size,
-        "skew": ranking.job.loads.skew(best.setting.degrees.ep)._asdict(),
+        "skew": best.setting.skew(ranking.job)._asdict(),
         "num_settings": ranking.num_settings,
         "best": values[0],
         "others": values[1:],
@@ -197,6 +197,17 @@ def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int
         print(
             f"The busiest rank of a layer gets {skew.time:.2f} times an even share of the rows, and one rank "
             f"over all layers up to {skew.memory:.2f} times."
+        )
+    if best.setting.skew(job) != skew:
+        print(
+            f"With experts.clones = {best.setting.experts.clones} the busiest rank of a layer gets "
+            f"{best.setting.skew(job).time:.2f} times."
+        )
+    bound = best.setting.experts.flex.rows
+    if best.setting.dispatcher == "flex" and best.setting.skew(job).time > bound:
+        print(
+            f"Buffers of experts.flex.rows = {bound:g} are too small for that: steps are run a second time, "
+            "which is not in the time above. Raise it, or set experts.clones = 2."
         )
     if ranking.gpu.never_ran:
         print(f"{NEVER_RAN}: take this as an estimate (docs/low_precision.md, Blackwell).")

@@ -45,6 +45,8 @@ FEWEST_TOKENS = 1024
 MOST_MICRO_BATCH = 16
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""
+CLONES = 2
+"""Slots for clones that are tried too where routing is not even."""
 SUB_BATCHES = 2
 """What is tried too where rows leave the NVLink domain: there it was measured."""
 FEW_EXPERTS = 16
@@ -227,16 +229,30 @@ class _Search:
                 continue
             if size < self._config.experts.sub_batches:
                 continue
-            candidate, least = self._first_that_fits(degrees, size, states)
-            leanest += [least] if least is not None else []
-            if candidate is None:
+            fits = False
+            for clones in self._clones(degrees):
+                candidate, least = self._first_that_fits(degrees, size, clones, states)
+                leanest += [least] if least is not None else []
+                found += [candidate] if candidate is not None else []
+                fits |= candidate is not None
+            if not fits:
                 break  # larger micro-batches need more
-            found.append(candidate)
         fastest = min(found, key=lambda candidate: candidate.score, default=None)
         return fastest, min(leanest, key=lambda way: filled(way.memory, self._gpu), default=None)
 
+    def _clones(self, degrees: Degrees) -> tuple[int, ...]:
+        """Slots a rank, where somebody did not say so."""
+        given, domain = self._config.experts.clones, self._gpu.domain
+        is_even = self._job.loads.skew(degrees.ep).time == 1
+        is_apart = self._config.experts.dispatcher == "flex" and degrees.ep > domain
+        return (given,) if given or is_even or is_apart else (0, CLONES)
+
     def _first_that_fits(
-        self, degrees: Degrees, micro_batch_size: int, states: dict[StateChoice, MemoryEstimate]
+        self,
+        degrees: Degrees,
+        micro_batch_size: int,
+        clones: int,
+        states: dict[StateChoice, MemoryEstimate],
     ) -> tuple[Candidate | None, _Lean | None]:
         least: _Lean | None = None
         least_share = math.inf
@@ -246,8 +262,10 @@ class _Search:
                 continue
             section = chosen(self._config.memory, parts, moved)
             for choice, held in states.items():
+                base = self._bases[choice]
                 setting = replace(
-                    self._bases[choice], degrees=degrees, micro_batch_size=micro_batch_size, memory=section
+                    base, degrees=degrees, micro_batch_size=micro_batch_size, memory=section,
+                    experts=replace(base.experts, clones=clones),
                 )  # fmt: skip
                 if not self._is_compatible(setting):
                     continue
@@ -284,8 +302,8 @@ class _Search:
         axes = tuple(size > 1 for size in vars(setting.degrees).values())
         has_rows = setting.micro_batch_size >= experts.sub_batches
         states = (setting.fsdp.lean, setting.fsdp.cpu_offload)
-        ways = (experts.chunks > 1, experts.sub_batches > 1, setting.recompute, setting.offload)
-        key = (axes, has_rows, states, ways)
+        ways = (experts.chunks > 1, experts.sub_batches > 1, experts.clones > 0)
+        key = (axes, has_rows, states, ways, setting.recompute, setting.offload)
         if key not in self._compatible:
             self._compatible[key] = not check_compatibility(self._as_config(setting))
         return self._compatible[key]
@@ -340,7 +358,7 @@ class _Search:
         d = setting.degrees
         key = (
             d.tp, d.cp, d.ep, d.etp, setting.micro_batch_size, setting.recompute, setting.offload,
-            makes_head_gradient_in_slot(setting),
+            setting.experts.clones, makes_head_gradient_in_slot(setting),
         )  # fmt: skip
         if key not in self._steps:
             self._steps[key] = step_bytes(self._job, setting)
@@ -352,6 +370,7 @@ def _charge(setting: Setting) -> float:
     d = setting.degrees
     num_axes = sum(size > 1 for size in (d.dp_outer, d.cp, d.tp, d.etp))
     num_axes += max(setting.experts.chunks, setting.experts.sub_batches) > 1
+    num_axes += setting.experts.clones > 0
     return 0.003 * num_axes + 0.002 * len(setting.recompute) + 0.03 * bool(setting.offload)
 
 

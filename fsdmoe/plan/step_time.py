@@ -31,6 +31,7 @@ from fsdmoe.plan.memory import layer_counts, offloaded_bytes, recomputing_counts
 from fsdmoe.plan.overlap import Side, unhidden, unhidden_in_sub_batches
 from fsdmoe.plan.traffic import (
     ShardingSeconds,
+    clone_seconds,
     context_traffic,
     exchange_seconds,
     expert_legs,
@@ -197,7 +198,7 @@ class _Layers:
             parts["mlp"] = flops["dense_mlp"] / self._dense_rate("dense")
         else:
             parts["router"] = flops["router"] / dense
-            parts["experts"] = job.loads.skew(d.ep).time * flops["experts"] / self._expert_rate()
+            parts["experts"] = setting.skew(job).time * flops["experts"] / self._expert_rate()
             parts["shared_experts"] = flops["shared_experts"] / self._dense_rate("shared")
         if kind == "depth":
             parts["join"] = 4 * model.hidden_size**2 / dense
@@ -221,7 +222,10 @@ class _Layers:
                 forward, backward = self._waits_of_sub_batches(parts)
             else:
                 forward, backward = self._waits_for_rows(parts["experts"], parts["shared_experts"])
-            found = replace(found, experts=forward, experts_backward=backward)
+            clones = clone_seconds(job, setting, gpu)
+            found = replace(
+                found, experts=forward + clones.forward, experts_backward=backward + clones.backward
+            )
         return found
 
     def _waits_for_rows(self, compute: float, beside: float) -> tuple[float, float]:

@@ -55,6 +55,7 @@ def setting_text(setting: Setting) -> str:
     words.append(f"micro-batch {setting.micro_batch_size}")
     experts = {"chunks": setting.experts.chunks, "sub-batches": setting.experts.sub_batches}
     words += [f"{name} {number}" for name, number in experts.items() if number > 1]
+    words += [f"clones {setting.experts.clones}"] * (setting.experts.clones > 0)
     if setting.recompute:
         words.append("recompute " + " + ".join(sorted(setting.recompute)))
     if setting.offload:
@@ -66,7 +67,7 @@ def setting_text(setting: Setting) -> str:
 def num_changes(setting: Setting) -> int:
     """How many things of a plain run the setting changes: one of dp and ep, of any micro-batch."""
     degrees, experts = setting.degrees, setting.experts
-    numbers = (degrees.tp, degrees.cp, degrees.etp, experts.chunks, experts.sub_batches)
+    numbers = (degrees.tp, degrees.cp, degrees.etp, experts.chunks, experts.sub_batches, 1 + experts.clones)
     more = sum(number > 1 for number in numbers)
     return len(setting.recompute) + len(setting.offload) + more + sum(_words(setting).values())
 

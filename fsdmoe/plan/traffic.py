@@ -17,13 +17,16 @@ from fsdmoe.context_parallel.volume import sent_bytes as context_bytes
 from fsdmoe.fsdp.memory_plan import sharding_traffic
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.kernels import packed_rows
-from fsdmoe.plan.activations import expert_layout
+from fsdmoe.plan.activations import FP32, expert_layout, expert_numel
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting, engine_plan, memory_plan
 from fsdmoe.plan.memory import layer_counts, recomputing_counts
 from fsdmoe.plan.parameters import EnginePlan
 from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
 
+CLONES_SECONDS = 0.9e-3
+"""Of a layer with clones, forward and backward, what is not counted below: of two runs of 40 layers on an
+emulated node, in graphs and not (docs/results/emulated_run.md, recorded loads)."""
 SHARE_BEYOND_A_DOMAIN = 0.75
 """Of the network cards of a domain, what a collective over several domains gets."""
 
@@ -112,7 +115,7 @@ def expert_legs(job: Job, setting: Setting, domain: int = 8) -> ExpertLegs:
     """Under balanced routing, with nodes of ``domain`` ranks."""
     model, d = job.model, setting.degrees
     layout = expert_layout(model, d.ep, d.etp, domain)
-    rows = layout.sent_rows(setting.experts.dispatcher, setting.tokens(job)) / 4
+    rows = layout.sent_rows(setting.dispatcher, setting.tokens(job)) / 4
     width = model.moe_latent_size or model.hidden_size
     plain, packed = width * setting.param_bytes, width + -(-width // packed_rows.BLOCK)
     out = packed if setting.experts.dispatch_dtype == "float8" else plain
@@ -134,8 +137,8 @@ def expert_seconds(job: Job, setting: Setting, gpu: Gpu) -> ExpertLegs:
     """What rows of one MoE layer take on each of their ways, in one piece: as long as those of the
     busiest rank."""
     d = setting.degrees
-    name = setting.experts.dispatcher
-    skew = job.loads.skew(d.ep).time
+    name = setting.dispatcher
+    skew = setting.skew(job).time
     legs = ExpertLegs(*(skew * each for each in expert_legs(job, setting, gpu.domain)))
     if name != "by_node":
         return ExpertLegs(*(exchange_seconds(gpu, each, d.ep * d.etp) for each in legs))
@@ -150,6 +153,20 @@ def expert_traffic(job: Job, setting: Setting) -> LayerTraffic:
     """Of one MoE layer, under balanced routing."""
     legs = expert_legs(job, setting)
     return LayerTraffic(legs.out + legs.back, legs.grad_out + legs.grad_back + legs.again)
+
+
+def clone_seconds(job: Job, setting: Setting, gpu: Gpu) -> LayerTraffic:
+    """What clones take one MoE layer for one micro-batch: their weights and, in float32, gradients on their
+    way, and the copies of a rank's own experts that they are laid behind. Of a rank whose slots are full."""
+    experts, d = setting.experts, setting.degrees
+    if setting.cloning(job) is None:
+        return LayerTraffic(0, 0)
+    numel = expert_numel(job.model)
+    sent = experts.clones * numel * setting.param_bytes
+    away = experts.clones * numel * FP32 + (0 if experts.clone_keep else sent)
+    joined = (job.model.num_experts // d.ep + experts.clones) * numel * setting.param_bytes
+    copied = 2 * joined / gpu.memory_bandwidth + CLONES_SECONDS / 2
+    return LayerTraffic(*(exchange_seconds(gpu, each, d.ep) + copied for each in (sent, away)))
 
 
 def tensor_traffic(job: Job, setting: Setting, *, is_dense: bool) -> float:

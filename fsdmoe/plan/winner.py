@@ -22,7 +22,7 @@ def tables_of(candidate: Candidate, wanted: Reading) -> dict[str, Any]:
     tables = {name: dict(table) for name, table in wanted.tables.items()}
     tables["mesh"] = {axis: size for axis in _AXES if (size := getattr(degrees, axis)) > 1}
     _set(tables, "fsdp", {"lean": fsdp.lean, "cpu_offload": fsdp.cpu_offload}, wanted.config.fsdp)
-    overlap = {key: getattr(setting.experts, key) for key in ("chunks", "sub_batches")}
+    overlap = {key: getattr(setting.experts, key) for key in ("chunks", "sub_batches", "clones")}
     _set(tables, "experts", overlap, wanted.config.experts)
     _set(tables, "optim", {"moment_dtype": optim.moment_dtype}, wanted.config.optim)
     tables["train"] |= {"micro_batch_size": setting.micro_batch_size}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +10,17 @@ import pytest
 import torch
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.config import ExpertsConfig, FlexConfig
 from fsdmoe.experts.routing_file import Recording, save_routed_experts
 from fsdmoe.mesh import Degrees
 from fsdmoe.models.config import preset_config
-from fsdmoe.plan.hardware import gpu_named
+from fsdmoe.optim.config import OptimConfig
+from fsdmoe.plan.hardware import GIB, gpu_named
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.loads import Loads, Skew, read_loads, skew_of
+from fsdmoe.plan.loads import Cloning, Loads, Skew, read_loads, skew_of
 from fsdmoe.plan.memory import estimate_memory
 from fsdmoe.plan.step_time import estimate_time
+from fsdmoe.precision.config import PrecisionConfig
 
 
 def test_time_is_of_each_layers_busiest_rank_and_memory_of_one_rank() -> None:
@@ -25,6 +28,22 @@ def test_time_is_of_each_layers_busiest_rank_and_memory_of_one_rank() -> None:
     assert skew_of(loads_SLE, 2) == pytest.approx((1.375, 1.125))
     assert skew_of(loads_SLE, 4) == pytest.approx(((2 + 1.5) / 2, 1.25))
     assert skew_of(torch.cat((loads_SLE, torch.ones_like(loads_SLE))), 2) == pytest.approx((1.1875, 1.125))
+
+
+def test_clones_even_out_what_was_recorded() -> None:
+    torch.manual_seed(0)
+    loads_SLE = (torch.randn(3, 4, 64).mul(1.2).exp() * 100).int()
+    loads = Loads(recorded={8: skew_of(loads_SLE, 8)}, choices_SLE=loads_SLE)
+    assert loads.skew(8).time > 1.4
+    evened = loads.skew(8, Cloning(2, 0, 65536))
+    assert 1 <= evened.time < 1.05
+    assert evened.memory <= evened.time
+    assert evened.time < loads.skew(8, Cloning(1, 0, 65536)).time < loads.skew(8).time
+    # Nothing is worth a clone.
+    assert loads.skew(8, Cloning(2, 65536, 65536)).time == pytest.approx(loads.skew(8).time, rel=1e-3)
+    given = Loads(Skew(1.5, 1.5))
+    assert given.skew(8, Cloning(2, 1024, 65536)).time < 1.05
+    assert given.skew(8, Cloning(2, 1024, 2000)) == given.skew(8) == Skew(1.5, 1.5)
 
 
 def _recorded(folder: Path) -> str:
@@ -72,3 +91,45 @@ def test_a_busy_rank_takes_longer_and_keeps_more(dispatcher: str) -> None:
     kept = [estimate_memory(job, setting).activations for job in (even, uneven)]
     # Buffers of flex have their own size.
     assert kept[1] == kept[0] if dispatcher == "flex" else kept[1] > 1.2 * kept[0]
+
+
+MEASURED = {  # of an emulated node, in ms and GiB (docs/results/emulated_run.md, recorded loads)
+    ("all_to_all", 1.0, 0): (797.5, 83.6),
+    ("all_to_all", 2.04, 0): (1168.0, 106.2),
+    ("all_to_all", 2.04, 2): (856.2, 85.4),
+    ("flex", 1.0, 0): (806.6, 91.6),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_uneven_loads_and_clones_are_planned_as_they_were_measured(case: tuple[str, float, int]) -> None:
+    dispatcher, skew, clones = case
+    flex = FlexConfig(rows=1.25) if dispatcher == "flex" else FlexConfig()
+    experts = ExpertsConfig(dispatcher=dispatcher, clones=clones, chunks=2, flex=flex)  # type: ignore[arg-type]
+    model = replace(preset_config("qwen3-30b-a3b"), num_hidden_layers=40)
+    low = {"param_dtype": "bfloat16", "main_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    setting = Setting(
+        degrees=Degrees(1, 8, 1, 1, 1, 8, 1), micro_batch_size=4, experts=experts,
+        precision=PrecisionConfig(**low), optim=OptimConfig(moment_dtype="bfloat16"),  # type: ignore[arg-type]
+        is_replayed=dispatcher == "flex",
+    )  # fmt: skip
+    job = Job(model, 4096, 32, experts, loads=Loads(Skew(skew, skew)))
+    memory = estimate_memory(job, setting)
+    milliseconds, gib = MEASURED[case]
+    assert 1e3 * estimate_time(job, setting, gpu_named("h200")).total == pytest.approx(milliseconds, rel=0.05)
+    assert (memory.total - memory.context - memory.slack) / GIB == pytest.approx(gib, rel=0.01)
+
+
+def test_buffers_of_flex_hold_more_rows_with_clones_and_layers_keep_their_weights() -> None:
+    model = preset_config("qwen3-30b-a3b")
+    degrees = Degrees(1, 8, 1, 1, 1, 8, 1)
+    found = []
+    for clones, keep in ((0, True), (2, True), (2, False)):
+        experts = ExpertsConfig(dispatcher="flex", clones=clones, clone_keep=keep)
+        setting = Setting(degrees=degrees, experts=experts)
+        found.append(estimate_memory(Job(model, 4096, 64, experts), setting))
+    plain, kept, sent_again = found
+    weights = 2 * 3 * model.hidden_size * model.moe_intermediate_size * 2  # of two experts in bf16
+    assert kept.activations - sent_again.activations == model.num_hidden_layers * weights
+    assert sent_again.activations > plain.activations
+    assert kept.dispatch > plain.dispatch

@@ -102,6 +102,24 @@ def test_a_wrapped_model_is_planned_by_its_own_parameters(
     assert found["config"]["model"] == {"hf": str(path.parent)}
 
 
+def test_uneven_routing_gets_clones_where_they_pay(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fixed = ("--ep", "8", "--tp", "1", "--cp", "1")
+    found = planned(capsys, tmp_path, "qwen3-30b-a3b", 8, *fixed, "--skew", "1.8")
+    assert found["config"]["experts"]["clones"] == 2
+    assert found["skew"]["time"] < 1.05
+    assert "clones 2" in found["best"]["setting"]
+    assert "clones" not in planned(capsys, tmp_path, "qwen3-30b-a3b", 8, *fixed)["config"]["experts"]
+    # Somebody said how many; and what goes with no clones gets none.
+    file = tmp_path / "one.toml"
+    file.write_text('[model]\npreset = "qwen3-30b-a3b"\n[experts]\ndispatcher = "flex"\nflex.rows = 1.1\n')
+    assert main([str(file), "--gpus", "64", "--gpu", "h100", *fixed[2:], "--ep", "64", "--skew", "1.8"]) == 0
+    printed = capsys.readouterr().out
+    assert "clones" not in printed.split("are too small for that")[0]
+    assert "steps are run a second time" in " ".join(printed.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
