@@ -29,14 +29,13 @@ from fsdmoe.fsdp.buffer import BufferPool, Scratch, Slot
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.context import GroupContext
-from fsdmoe.fsdp.conversion import refuse_conversion
 from fsdmoe.fsdp.engine import ENGINE, Engine
 from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, factor_slot, plan_model
 from fsdmoe.fsdp.subclass import FlatSubclass, take_apart
-from fsdmoe.fsdp.torch_tools import teach_torch
+from fsdmoe.fsdp.torch_tools import refuse_conversion, teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, select_units
 from fsdmoe.mesh import Axis, Meshes

@@ -3,7 +3,8 @@
 ``torch.distributed.checkpoint.state_dict`` gathers and splits state dicts for DTensor and for torch's own old
 ShardedTensor. It takes any other tensor for a whole one, and has no protocol for other types. So its three
 functions that look at types are wrapped, and sharded tensors are handled first. ``foreach`` implementations
-of optimizers and of clipping accept a list of types, to which DTensor adds itself too.
+of optimizers and of clipping accept a list of types, to which DTensor adds itself too. A module's ``to()``
+and its like would convert the views that parameters are: they are refused.
 
 Done by the first ``fully_shard`` of a process: importing changes nothing.
 """
@@ -11,18 +12,22 @@ Done by the first ``fully_shard`` of a process: importing changes nothing.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as state_dict_tool
+from torch import nn
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as utility_types
 
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 StateDict = dict[str, Any]
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @functools.cache
@@ -97,3 +102,27 @@ def _piece_of(value: Any, like: ShardedTensor) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
         return value
     return torch.empty_like(like, dtype=value.dtype).copy_(value)
+
+
+def refuse_conversion(model: nn.Module) -> None:
+    """From now on ``model.to()``, ``half()``, ``cuda()`` and their like raise where they would change a
+    parameter, which is a view of a buffer that stays. Without it the next forward would."""
+    model._apply = functools.partial(_apply_checked, weakref.ref(model))  # type: ignore[method-assign]
+
+
+def _apply_checked(ref: weakref.ref[nn.Module], change: Change, recurse: bool = True) -> Any:
+    model = ref()
+    assert model is not None
+    for dtype, device in {(p.dtype, p.device) for p in model.parameters()}:
+        changed = change(torch.empty(0, dtype=dtype, device=device))
+        if (changed.dtype, changed.device) != (dtype, device):
+            raise ConfigError(
+                f"parallelize: expected a sharded model's parameters to stay {_told(dtype, device)}, got "
+                f"{_told(changed.dtype, changed.device)}; move, convert or freeze parameters before "
+                "fsdmoe.parallelize (or fully_shard)"
+            )
+    return type(model)._apply(model, change, recurse)
+
+
+def _told(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"
