@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from fsdmoe.config import Config
+from fsdmoe.config.compatibility import check_compatibility
 from fsdmoe.data import DataConfig, DataStream
 from fsdmoe.data.holdout import Holdout
 from fsdmoe.data.stream import SourceFacts
@@ -41,6 +43,20 @@ def run_facts(config: Config, meshes: Meshes, start_step: int) -> RunFacts:
         tokens_per_step=config.train.global_batch_size * config.data.seq_len,
         num_ranks=meshes.size(Axis.WORLD),
         start_step=start_step,
+        ep=meshes.size(Axis.EP),
+        when_uneven=_when_uneven(config),
+    )
+
+
+def _when_uneven(config: Config) -> str:
+    """What to do where one EP rank computes far more than others; empty where its experts are cloned."""
+    if config.experts.clones:
+        return ""
+    cloned = replace(config, experts=replace(config.experts, clones=2))
+    if check_compatibility(cloned):
+        return "balance experts more (docs/routing.md)"
+    return (
+        "experts.clones = 2 has others compute what is above the mean (docs/experts.md#clones-of-hot-experts)"
     )
 
 

@@ -1,7 +1,8 @@
 """``metrics.jsonl``: one JSON object a line, flushed line by line, that survives kills and resumes.
 
 Three kinds of rows. A step: ``step, tokens, loss, lr, grad_norm, tokens_per_s, tflops, mfu, memory_gib,
-seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures (with the
+seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures, and with
+EP ``busiest_rank``, its rows over the mean (with the
 ``flex`` dispatcher also ``exchange``: how full buffers were, how often they were too small; with
 ``optim.qk_clip`` also ``attention_logits``: layer name -> the largest; of pairs of answers also
 ``reward_margin`` and ``reward_accuracy``). An evaluation: ``step, eval_loss``
@@ -33,6 +34,7 @@ _TAGS = {
     "tflops": "speed/tflops",
     "mfu": "speed/mfu",
     "memory_gib": "memory/peak_gib",
+    "busiest_rank": "experts/busiest_rank",
 }
 
 

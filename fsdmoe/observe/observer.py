@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.observe.busy_ranks import BusyRanks, busiest_rank
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.observe.console import Screen
 from fsdmoe.observe.dead_experts import DeadExperts
@@ -155,6 +156,7 @@ class _MainRank:
         self._loggers = _open_loggers(config, folder, facts.start_step)
         self._server = _open_server(config, folder) if config.prometheus else None
         self._dead_experts = DeadExperts()
+        self._busy_ranks = BusyRanks(facts.ep, facts.when_uneven)
         self._pace = Pace()
         self._begin = time.monotonic()
         self._pace.add(self._begin, facts.start_step)
@@ -199,9 +201,9 @@ class _MainRank:
         if self._server is not None:
             self._server.update({"step": record.step, "skipped": record.skipped} | row_scalars(row))
         self.screen.show(row, self._pace.seconds_left(self.facts.total_steps))
-        warning = self._dead_experts.add(loads)
-        if warning is not None:
-            self.screen.note(warning)
+        for line in (self._dead_experts.add(loads), self._busy_ranks.add(row.get("busiest_rank"))):
+            if line is not None:
+                self.screen.note(line)
 
     def _make_row(self, record: StepRecord, loads: Mapping[str, Tensor]) -> Row:
         if self._row_tokens is None:  # the first row of this start: the tokens before it are unknown
@@ -239,6 +241,8 @@ class _MainRank:
             row["attention_logits"] = dict(record.attention_logits)
         if loads:
             row["experts"] = {layer: asdict(figures) for layer, figures in load_figures(loads).items()}
+            if self.facts.ep > 1:
+                row["busiest_rank"] = busiest_rank(loads, self.facts.ep)
         self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0
         self._row_skipped = record.skipped
         return finite_or_none(row)

@@ -30,6 +30,12 @@ class RunFacts:
     start_step: int = 0
     """Steps that were done before this start."""
 
+    ep: int = 1
+    """Ranks that experts are split over."""
+
+    when_uneven: str = ""
+    """What to do where one of these computes far more than others; empty where it is done."""
+
     described: Mapping[str, object] = field(default_factory=dict)
     """Further lines of the summary: preset, meshes, optimizer, ..."""
 
