@@ -18,6 +18,7 @@ from fsdmoe.kernels.architecture import architecture
 from fsdmoe.mesh import Axis, Degrees, Meshes
 from fsdmoe.models.flops import idle_expert_params, training_flops_per_token
 from fsdmoe.observe import RunFacts
+from fsdmoe.observe.busy_ranks import UNEVEN
 from fsdmoe.observe.devices import GIB, device_name
 from fsdmoe.observe.text import short
 from fsdmoe.optim import count_state
@@ -44,16 +45,18 @@ def run_facts(config: Config, meshes: Meshes, start_step: int) -> RunFacts:
         num_ranks=meshes.size(Axis.WORLD),
         start_step=start_step,
         ep=meshes.size(Axis.EP),
-        when_uneven=_when_uneven(config),
+        when_uneven=what_if_uneven(config, meshes.size(Axis.WORLD)),
     )
 
 
-def _when_uneven(config: Config) -> str:
+def what_if_uneven(config: Config, world_size: int) -> str:
     """What to do where one EP rank computes far more than others; empty where its experts are cloned."""
     if config.experts.clones:
         return ""
     cloned = replace(config, experts=replace(config.experts, clones=2))
-    if check_compatibility(cloned):
+    cloning = Setting.of(cloned, world_size).cloning(Job.of(cloned))
+    is_worth_it = cloning is not None and (UNEVEN - 1) * cloning.pairs > cloning.least_rows
+    if not is_worth_it or check_compatibility(cloned):
         return "balance experts more (docs/routing.md)"
     return (
         "experts.clones = 2 has others compute what is above the mean (docs/experts.md#clones-of-hot-experts)"

@@ -28,6 +28,7 @@ from fsdmoe.run_facts import (
     graphs_text,
     loss_text,
     mesh_axes,
+    what_if_uneven,
 )
 from fsdmoe.testing import requires_peft
 from tests.support.hf_tiny import tiny_hf
@@ -48,6 +49,26 @@ def test_active_parameters_are_the_published_ones(preset: str, total: float, act
 def test_the_mesh_is_shown_where_an_axis_is_above_one() -> None:
     assert mesh_axes(resolve_degrees(MeshConfig(), 1)) == []
     assert mesh_axes(resolve_degrees(MeshConfig(tp=2, ep=4), 16)) == ["dp_shard 8", "tp 2", "ep 4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"mesh__ep": 2}, "balance experts more"),  # too few rows for a clone to be worth sending
+        ({"mesh__ep": 2, "experts__clone_rows": 0}, "experts.clones = 2"),
+        (
+            {"mesh__ep": 2, "experts__clone_rows": 0, "experts__dispatcher": "allgather"},
+            "balance experts more",
+        ),
+        ({"mesh__ep": 2, "experts__clone_rows": 0, "experts__clones": 1}, ""),
+    ],
+)
+def test_what_to_do_about_a_busy_rank_is_what_the_run_can_have(
+    changes: dict[str, Any], advice: str, tmp_path: Path
+) -> None:
+    found = what_if_uneven(tiny_config(str(tmp_path), 2, **changes), 2)
+    assert found.startswith(advice)
+    assert bool(found) == bool(advice)
 
 
 def test_a_mixture_shows_its_first_sources_with_their_shares() -> None:
