@@ -115,6 +115,7 @@ CLONE_ROWS = (
     Row(on.CLONES, on.RECIPE_OF_EXPERTS, NOT_BUILT, "clones are sent as values, without scales",
         'leave "experts" out of precision.covers'),
     Row(on.CLONES, FROZEN_CODES, NOT_BUILT, "clones are sent as values, without scales"),
+    Row(on.CLONES, on.SEQUENTIAL, NOT_BUILT, "clones are computed in one call with a rank's own experts"),
     Row(on.CLONES, on.QAT, NOT_BUILT, "clones are not rounded"),
     Row(on.CLONES, on.ADAPTED_EXPERTS, NOT_BUILT, "clones are made of weights alone",
         "set adapter.target_parameters = []"),

@@ -180,7 +180,8 @@ class ExpertsConfig:
     """An expert is cloned to a rank only if it takes over more rows there than this: what sending its weights
     and their gradients costs, in rows of compute."""
     clone_keep: bool = True
-    """Keep the weights of clones from forward to backward; false sends them again instead."""
+    """Keep the weights of clones from forward to backward; false sends them again instead. Layers that are
+    recomputed as a whole keep none and send them again in any case: leave it true there."""
     transfer_sms: int = 16
     """Multiprocessors that the experts' products leave free while rows are exchanged concurrently, as many as
     an exchange takes: NCCL 16 to 32, one-sided kernels fewer. Too few, and products wait for each other."""

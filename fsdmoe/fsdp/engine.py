@@ -139,8 +139,10 @@ class Engine:
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
-            # A last backward that reaches no trained parameter leaves what earlier ones made to this place.
-            if last and any(unit.grads.is_partial for unit in self.units):
+            # A last backward that reaches no trained parameter leaves what earlier ones made to this place;
+            # one that raised has not ended.
+            has_ended = self._task is None and not self._depth
+            if last and has_ended and any(unit.grads.is_partial for unit in self.units):
                 self._end_micro_batch(is_last=True)
         finally:
             self.is_last_micro_batch = before

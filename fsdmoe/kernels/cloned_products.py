@@ -21,6 +21,10 @@ class ClonesHere(Protocol):
         """Both projections, own ones with those of clones behind."""
         ...
 
+    def used(self) -> None:
+        """One of the layer's chunks needs these no more in its backward."""
+        ...
+
     def grad_place(self, number: int) -> tuple[Tensor, bool]:
         """The memory for the gradient of the clones' projection ``number``, and whether to add to it."""
         ...
@@ -80,6 +84,7 @@ class ClonedProducts(NamedTuple):
     def gate_up_dgrad(self, operands: tuple[Any, Given], given: Given, grads: Grads) -> None:
         rest, joined = operands
         self.products.gate_up_dgrad(rest, joined, grads)
+        self.clones.used()
 
 
 def _joined(given: Any, gate_up: Any, down: Any) -> Any:

@@ -16,8 +16,8 @@ in which it was made).
 
 How they travel is the exchange's (:mod:`fsdmoe.experts.dispatch.clone_exchange`).
 
-With ``experts.clone_keep = false`` nothing of a clone is kept for backward. Its weights are sent again when
-the gradients of outputs are there: the first tie in backward starts that.
+Ties save the weights of clones for backward. With ``experts.clone_keep = false`` they save nothing: weights
+are sent again when the gradients of outputs are there, which the first tie in backward starts.
 """
 
 from __future__ import annotations
@@ -66,40 +66,76 @@ class _CloneGrad:
 
 @dataclass
 class _CloneTransit:
-    """What the nodes of one exchange share. Never a tensor with a history, nor one that was received."""
+    """What the nodes of one exchange share. Never a tensor with a history; weights that were received only
+    while a backward uses them."""
 
     exchange: CloneExchange
     own: tuple[Tensor, ...]
     """Parameters: their owner keeps them, and has them in place when backward runs."""
+    keeps: bool
+    """Ties save the weights of clones."""
     outbound: list[Pending] = field(default_factory=list)
     grads: list[_CloneGrad] = field(default_factory=list)
     homebound: Any = None
     """Gradients under way, as the exchange knows them."""
-    keeps: bool = True
-    """Backward has weights of clones from forward; those that follow the first one do not."""
-    kept: list[Tensor] = field(default_factory=list)
-    """These weights; none where they are sent again."""
+    num_ties: int = 0
+    """Chunks, which all use the same clones."""
+    task: int = -1
+    """The backward that the following is of."""
+    here: Sequence[Tensor] = ()
+    """Weights of clones that were saved."""
     again: list[Pending] | None = None
-    """Under way, or here, for the second time."""
+    """Those that were sent again, under way or here."""
     joined: tuple[Tensor, Tensor] | None = None
-    """In backward: both projections with clones behind them, until all chunks have used them."""
+    """Both projections with clones behind them."""
+    num_used: int = 0
+    """Chunks that need them no more."""
 
     def send(self) -> list[Pending]:
         return self.exchange.send(self.own)
 
+    def begin_backward(self, saved: Sequence[Tensor]) -> None:
+        """A tie is reached, before the experts whose outputs it tied."""
+        task = torch._C._current_graph_task_id()
+        if task != self.task:  # the first of this backward; one for other tensors may have left gradients
+            self.task = task
+            self.release()
+            for grad in self.grads:
+                grad.buffer = None
+        self.here = saved
+        if not self.keeps and self.again is None:
+            self.again = self.send()
+
     def joined_again(self) -> tuple[Tensor, Tensor]:
         """See :class:`~fsdmoe.kernels.cloned_products.ClonesHere`."""
         if self.joined is None:
-            received = self.kept if self.again is None else [wait() for wait in self.again]
+            received = self.here if self.again is None else [wait() for wait in self.again]
             gate_up, down = map(_behind, self.own[:2], received)
             self.joined = gate_up, down
         return self.joined
+
+    def used(self) -> None:
+        """See there."""
+        self.num_used += 1
+        if self.num_used == self.num_ties:
+            self.release()
+
+    def release(self) -> None:
+        self.here = ()
+        self.again = None
+        self.joined = None
+        self.num_used = 0
 
     def grad_place(self, number: int) -> tuple[Tensor, bool]:
         return self.grads[number].claim()
 
     def send_home(self, gradients: Sequence[Tensor | None]) -> None:
-        taken = [sink.take(given) for sink, given in zip(self.grads, gradients, strict=True)]
+        """Of weights that need some, which all ranks know alike."""
+        taken = [
+            sink.take(given)
+            for sink, given, weight in zip(self.grads, gradients, self.own, strict=True)
+            if weight.requires_grad
+        ]
         self.homebound = self.exchange.send_home(taken)
 
 
@@ -111,9 +147,10 @@ class CloneWeights:
         once the experts' own are there, and before the layer is done."""
         sent = tuple(weight for weight in own if weight is not None)
         self._has = [weight is not None for weight in own]
-        self._transit = _CloneTransit(exchange, sent, keeps=keep)
+        self._transit = _CloneTransit(exchange, sent, keep)
         self._handle: Tensor = _Send.apply(self._transit, *sent)
         self._is_waited_for = False
+        self._kept: list[Tensor] = []
         self._mlp: ExpertFunction | None = None
 
     def wait(self) -> ExpertFunction | None:
@@ -129,7 +166,7 @@ class CloneWeights:
         *received, self._handle = _Receive.apply(transit, self._handle)
         if num_here:
             if transit.keeps:
-                transit.kept = [weight.detach() for weight in received]
+                self._kept = [weight.detach() for weight in received[:2]]
             for both, clones in zip(joined, received, strict=False):
                 both[-num_here:] = clones.detach()
             joined += [torch.cat(pair) for pair in zip(transit.own[2:], received[2:], strict=True)]
@@ -139,7 +176,7 @@ class CloneWeights:
 
     def tie(self, y_RD: Tensor) -> Tensor:
         """``y_RD``, whose backward leads to this exchange's on every rank."""
-        return _Tie.apply(self._transit, y_RD, self._handle)
+        return _Tie.apply(self._transit, y_RD, self._handle, *self._kept)
 
 
 def _with_slots(own: Tensor, num_clones: int) -> Tensor:
@@ -170,11 +207,11 @@ class _Send(torch.autograd.Function):
         exchange = transit.exchange
         homebound, transit.homebound = transit.homebound, None
         totals = [
-            _OwnGrad(weight, sink, exchange.are_away)
+            _OwnGrad(weight, sink, exchange.are_away) if weight.requires_grad else None
             for weight, sink in zip(transit.own, ctx.sinks, strict=True)
         ]
-        exchange.add_home(homebound, [each.total for each in totals])
-        return None, *[each.for_autograd() for each in totals]
+        exchange.add_home(homebound, [each.total for each in totals if each is not None])
+        return None, *[None if each is None else each.for_autograd() for each in totals]
 
 
 class _OwnGrad:
@@ -213,19 +250,17 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         transit: _CloneTransit = ctx.transit
-        transit.keeps = False
-        transit.kept = []
-        transit.again = None
-        transit.joined = None
+        transit.release()  # where this rank has no clones, nobody else did
         transit.send_home(gradients[:-1])
         return None, transit.own[0].new_empty(0)
 
 
 class _Tie(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit: _CloneTransit, y_RD, handle):
+    def forward(ctx, transit: _CloneTransit, y_RD, handle, *kept):
         ctx.transit = transit
-        ctx.save_for_backward(handle)
+        transit.num_ties += 1
+        ctx.save_for_backward(handle, *kept)
         return y_RD.view_as(y_RD)
 
     @staticmethod
@@ -234,7 +269,6 @@ class _Tie(torch.autograd.Function):
         transit: _CloneTransit = ctx.transit
         # Where the layer is run again in backward, that begins here on all ranks: it exchanges counts and
         # rows, and a rank without clones would do so only after the gradients of clones, others before.
-        _ = ctx.saved_tensors
-        if not transit.keeps and transit.again is None:
-            transit.again = transit.send()
-        return None, dy_RD, dy_RD.new_empty(0)
+        handle, *kept = ctx.saved_tensors
+        transit.begin_backward(kept)
+        return None, dy_RD, handle.new_empty(0), *(None for _ in kept)

@@ -53,7 +53,6 @@ class CloningDispatcher(AllToAllDispatcher):
     ) -> None:
         super().__init__(links, num_experts, packing)
         self.clones = policy
-        self.num_own_experts = self.num_local_experts
         self.num_local_experts += policy.slots
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:

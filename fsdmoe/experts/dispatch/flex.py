@@ -105,7 +105,7 @@ class FlexDispatcher(Dispatcher):
             if plan is not None:
                 yield plan, self._fitted(plan, chunk._replace(ids_RK=placed))
             else:
-                self._want(chunk.ids_RK)
+                self._want(rows.ids_RK)
                 yield self._exact.prepare(chunk)
 
     def _planned(self, transport: Transport, limit: int, ids_TK: Tensor) -> FlexPlan | None:

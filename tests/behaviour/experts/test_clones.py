@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,25 +128,75 @@ def test_a_backward_may_run_twice_and_an_evaluation_in_inference_mode_may_come_f
         assert len(verdict.done) == len(ops)
 
 
-def joined_weights_after_forward(dispatcher: str) -> int:
-    """How many tensors hold own weights and clones', on this rank, before backward."""
+def _layer_with_clones(dispatcher: str, keep: bool, frozen: Sequence[str] = ()) -> MoE:
     torch.manual_seed(0)
     layer = MoE(Router(RouterSpec(num_experts=8, top_k=2), 64), GroupedExperts(8, 64, 32))
     with torch.no_grad():
         layer.gate.weight[:2] *= 5
     meshes, flex = build_meshes(ep=2), FlexPolicy(rows=8.0)
-    parallelize_experts(layer, meshes, dispatcher=dispatcher, clones=TWO, flex=flex)
+    clones = TWO._replace(keep=keep)
+    parallelize_experts(layer, meshes, dispatcher=dispatcher, clones=clones, flex=flex)
+    for name in frozen:
+        layer.experts.get_parameter(name).requires_grad_(False)
     fully_shard(layer, meshes, FSDPPolicy(precision=PrecisionConfig(param_dtype="float32")))
-    y_TD, _ = layer(torch.randn(256, 64).abs(), RoutingContext())
-    shapes = {(4 + clones, 64, width) for clones in (1, 2) for width in (32, 64)}
-    found = sum(issubclass(type(each), Tensor) and tuple(each.shape) in shapes for each in gc.get_objects())
-    y_TD.sum().backward()
+    return layer
+
+
+def _rows() -> Tensor:
+    return torch.randn(256, 64).abs().requires_grad_()
+
+
+def _weights_of(*nums: int) -> int:
+    """How many tensors there are of so many experts' projections."""
+    shapes = {(num, 64, width) for num in nums for width in (32, 64)}
+    return sum(issubclass(type(each), Tensor) and tuple(each.shape) in shapes for each in gc.get_objects())
+
+
+def kept_weights(dispatcher: str, keep: bool, frozen: Sequence[str]) -> list[int]:
+    """Of a layer's own experts with clones behind them, and of clones alone: after forward, and when the
+    gradient has come to the layer's input."""
+    layer, x_TD = _layer_with_clones(dispatcher, keep, frozen), _rows()
+    before = _weights_of(1, 2)
+    loss = layer(x_TD, RoutingContext())[0].sum()
+    found = [_weights_of(5, 6), _weights_of(1, 2) - before]
+    x_TD.register_hook(lambda _: found.extend((_weights_of(5, 6), _weights_of(1, 2) - before)))
+    loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj")], ids=["trained", "frozen"])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "flex"])
+def test_weights_of_clones_are_kept_until_backward_and_own_ones_next_to_them_are_not(
+    dispatcher: str, frozen: Sequence[str]
+) -> None:
+    for each in run_ranks(kept_weights, 2, dispatcher, True, frozen):
+        assert each in ([0, 0, 0, 0], [0, 2, 0, 0])
+    for each in run_ranks(kept_weights, 2, dispatcher, False, frozen):
+        assert each[:3] == [0, 0, 0]
+
+
+def gradients_after_one_for_the_input(dispatcher: str) -> dict[str, float]:
+    """Largest relative differences of gradients from those of a backward alone. Where one projection is
+    trained alone, its gradient is not computed late."""
+    found = {}
+    for keep, frozen in itertools.product((True, False), ((), ("gate_up_proj",), ("down_proj",))):
+        grads = []
+        for asks_first in (False, True):
+            layer, x_TD = _layer_with_clones(dispatcher, keep, frozen), _rows()
+            loss = layer(x_TD, RoutingContext())[0].square().sum()
+            if asks_first:
+                torch.autograd.grad(loss, x_TD, retain_graph=True)
+            loss.backward()
+            grads.append([p.grad.full_tensor() for p in layer.experts.parameters() if p.grad is not None])
+        pairs = zip(*grads, strict=True)
+        found[f"{keep} {frozen}"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
     return found
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "flex"])
-def test_own_weights_next_to_clones_are_not_kept_for_backward(dispatcher: str) -> None:
-    assert run_ranks(joined_weights_after_forward, 2, dispatcher) == [0, 0]
+def test_a_gradient_of_the_input_alone_leaves_nothing_for_the_next_backward(dispatcher: str) -> None:
+    for found in run_ranks(gradients_after_one_for_the_input, 2, dispatcher):
+        assert max(found.values()) < 1e-5, found
 
 
 MODELS: dict[str, dict[str, Any]] = {

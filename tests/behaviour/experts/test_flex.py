@@ -55,10 +55,10 @@ def test_every_case_equals_one_process(policy: FlexPolicy, layout: Layout) -> No
     run_ranks(check_layout, 4, layout, [*cases, *_hard_cases(policy)])
 
 
-def _split_layer(policy: FlexPolicy) -> tuple[MoE, FlexState]:
+def _split_layer(policy: FlexPolicy, chunks: int = 1) -> tuple[MoE, FlexState]:
     torch.manual_seed(0)
     layer = build_layer(Case("flex"))
-    parallelize_experts(layer, build_meshes(ep=4), dispatcher="flex", flex=policy)
+    parallelize_experts(layer, build_meshes(ep=4), dispatcher="flex", flex=policy, chunks=chunks)
     use_local_tensors(layer)
     assert isinstance(layer.dispatcher, FlexDispatcher)
     return layer, layer.dispatcher.state
@@ -105,8 +105,8 @@ def test_a_deferred_layer_that_fits_is_not_repeated() -> None:
         assert 0 < found["figures"]["fill"] <= 1
 
 
-def _growing() -> list[int]:
-    layer, state = _split_layer(FlexPolicy(rows=8.0))
+def _growing(chunks: int) -> list[int]:
+    layer, state = _split_layer(FlexPolicy(rows=8.0), chunks)
     seen = []
     for num_tokens in (4, 9, 9, 7):
         run(layer, torch.randn(num_tokens + dist.get_rank(), HIDDEN))
@@ -115,7 +115,8 @@ def _growing() -> list[int]:
 
 
 def test_batches_larger_than_any_before_take_another_way_once() -> None:
-    assert run_ranks(_growing, 4) == [[0, 1, 1, 1]] * 4
+    assert run_ranks(_growing, 4, 1) == [[0, 1, 1, 1]] * 4
+    assert run_ranks(_growing, 4, 2) == [[0, 2, 2, 2]] * 4, "each chunk of one batch"
 
 
 def _growing_recomputed() -> list[int]:

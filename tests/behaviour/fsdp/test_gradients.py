@@ -18,7 +18,7 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, exchange, fully_shard
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.head import LMHead
-from fsdmoe.optim import AdamW
+from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing.ranks import run_ranks
 
@@ -277,6 +277,24 @@ def test_a_last_micro_batch_that_trains_nothing_completes_what_earlier_ones_left
     for difference, times in run_ranks(end_with_a_micro_batch_that_trains_nothing, 2, replicas):
         assert difference < 1e-5
         assert times == 1
+
+
+def catch_what_the_last_micro_batch_raised() -> str:
+    _, model = models()
+    with engine_of(model).micro_batch(last=False):
+        model(rows(0)).backward()
+    with engine_of(model).micro_batch(last=True):
+        break_a_backward(model)
+    try:
+        clip_grad_norm(model, 1.0)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_last_micro_batch_that_raised_completes_nothing() -> None:
+    told = run_ranks(catch_what_the_last_micro_batch_raised, 2)
+    assert all("the backward that was to make it raised" in each for each in told), told
 
 
 def set_gradients_by_hand() -> float:
