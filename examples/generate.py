@@ -4,6 +4,7 @@ A prompt is a user's turn if the tokenizer has a chat template; else, or with ``
 """
 
 import argparse
+import difflib
 import logging
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ def refuse_other_folders(folder: str) -> None:
             f"checkpoint first: {_COMMAND} to-hf {folder} OUT, or with adapters: {_COMMAND} merge-adapter "
             f"BASE {folder} OUT"
         )
+    around = Path(folder).parent
+    if not Path(folder).exists() and around != Path() and around.is_dir():  # no name on the hub
+        near = difflib.get_close_matches(Path(folder).name, [path.name for path in around.iterdir()], 1)
+        fix = f"did you mean {around / near[0]}?" if near else "name one that is there"
+        raise SystemExit(f"{folder}: expected a Hugging Face folder, found nothing there; {fix}")
     # transformers makes an empty tokenizer of such a folder, and fails far from here.
     names = ("tokenizer*", "vocab*", "*.model")
     if Path(folder).is_dir() and not any(found for name in names for found in Path(folder).glob(name)):

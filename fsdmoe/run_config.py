@@ -139,7 +139,7 @@ def refuse_other_model(before: Config, now: Config, folder: Path) -> None:
     """Refuse checkpoints of a model that has other parameters.
 
     Which keys make it another one is found by building the earlier model with one of them changed at a time,
-    on the meta device. A start with adapters from a run without, or the reverse, is left to the loading.
+    on the meta device. A start with adapters from a run without, or the reverse, needs no model for it.
     """
     fields = [
         (section, field.name)
@@ -147,10 +147,12 @@ def refuse_other_model(before: Config, now: Config, folder: Path) -> None:
         for field in dataclasses.fields(getattr(before, section))
         if getattr(getattr(before, section), field.name) != getattr(getattr(now, section), field.name)
     ]
-    is_comparable = before.adapter.is_on == now.adapter.is_on
-    if not fields or not is_comparable or _parameters(before) == _parameters(now):
+    if before.adapter.is_on != now.adapter.is_on:
+        decisive = ["adapter.rank", "adapter.kind"]
+    elif not fields or _parameters(before) == _parameters(now):
         return
-    decisive = [f"{section}.{name}" for section, name in fields if _is_other(before, now, section, name)]
+    else:
+        decisive = [f"{section}.{name}" for section, name in fields if _is_other(before, now, section, name)]
     # Keys may matter only together; and who wrote a preset knows that key best.
     named = decisive or [f"{section}.{name}" for section, name in fields]
     named = [f"{section}.{name}" for section, name in fields if name == "preset"] + named

@@ -84,6 +84,12 @@ def test_generation_says_how_an_adapter_or_a_run_becomes_a_folder_for_it(tmp_pat
             example("generate").main(str(tmp_path / folder), "w1")
 
 
+def test_generation_looks_for_no_folder_of_this_disk_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(SystemExit, match=r"found nothing there; did you mean .*/model\?"):
+        example("generate").main(str(tmp_path / "modle"), "w1")
+
+
 def test_generation_refuses_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     tiny_hf("qwen3_moe").save_pretrained(tmp_path / "hf")  # type: ignore[operator]
     with pytest.raises(SystemExit, match=r"hf: expected a tokenizer.*--config-from.*train\.sample_prompts"):

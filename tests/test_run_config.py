@@ -8,6 +8,7 @@ import pytest
 from fsdmoe.config.first_start import read_first_start
 from fsdmoe.config.kept import first_start_line, kept_text, write_kept
 from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.run_config import (
     _unread,
     differences,
@@ -138,3 +139,6 @@ def test_adapters_of_another_rank_are_refused_and_another_alpha_is_not(tmp_path:
     refuse_other_model(before, louder, FOLDER)
     with pytest.raises(ConfigError, match=r"^adapter\.rank 2 -> 4: expected"):
         refuse_other_model(before, wider, FOLDER)
+    without = replace(before, adapter=AdapterConfig())
+    with pytest.raises(ConfigError, match=r"^adapter\.rank 0 -> 2: expected .*another train\.output_dir"):
+        refuse_other_model(without, before, FOLDER)

@@ -132,6 +132,7 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
     command.add_argument(
         "--config-from", help="Hugging Face folder with config.json and tokenizer files to copy"
     )
+    command.add_argument("--replace", action="store_true", help="an earlier export in that folder")
     command = add(
         "from-hf", _from_hf, "Make a checkpoint from a Hugging Face folder; FP8 becomes bf16.",
         ("source", "folder with config.json and safetensors"), ("out", "checkpoint to make"),
@@ -161,6 +162,7 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
     )
     command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: those of the base")
     command.add_argument("--requantise", action="store_true", help="write a base in FP8 as FP8 again")
+    command.add_argument("--replace", action="store_true", help="an earlier export in that folder")
     command.add_argument(
         "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
     )
@@ -390,6 +392,7 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
     policy = ExportPolicy(
         dtype=_DTYPES.get(options.dtype), fp8=options.fp8, shard_bytes=int(options.shard_size * 1e9),
         config=_config_of(options.config_from), files_from=options.config_from, ema=options.ema,
+        replace=options.replace,
     )  # fmt: skip
     total = sum(t.num_bytes for key, t in reader.index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
     with _bar(console, f"{reader.name} to {options.out}", total) as step:
@@ -432,6 +435,7 @@ def _merge_adapter(options: argparse.Namespace, console: Console) -> int:
             any_base=options.any_base,
             dtype=_DTYPES.get(options.dtype),
             requantise=options.requantise,
+            replace=options.replace,
             shard_bytes=int(options.shard_size * 1e9),
             progress=step,
         )

@@ -64,6 +64,7 @@ def merge_adapter(
     any_base: bool = False,
     dtype: torch.dtype | None = None,
     requantise: bool = False,
+    replace: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> None:
@@ -81,6 +82,7 @@ def merge_adapter(
             checkpoint has other weights.
         dtype: Of all weights; None keeps each one's own.
         requantise: Write a base in FP8 as FP8 again. Weights that the adapter leaves alone keep their codes.
+        replace: Write also where a Hugging Face folder is, in its place once all is written.
         shard_bytes: Largest size of a file.
         progress: Called with the number of bytes that were done since the last call.
 
@@ -98,6 +100,8 @@ def merge_adapter(
     found, config, checkpoint = _open_adapter(adapter, name)
     if os.path.realpath(adapter) == os.path.realpath(target):
         raise CheckpointError(f"{target}: expected a folder to make, got that of the adapter")
+    if os.path.realpath(base) == os.path.realpath(target):
+        raise CheckpointError(f"{target}: expected a folder to make, got that of the model; name another")
     _refuse_quantised(os.fspath(base), folder, dtype, requantise=requantise)
     if not any_base:
         together(lambda: _refuse_another_base(os.fspath(adapter), os.fspath(base), config))
@@ -131,7 +135,15 @@ def merge_adapter(
     if dtype is not None:
         stated = {key: value for key, value in stated.items() if key != "quantization_config"}
         stated["dtype"] = str(dtype).removeprefix("torch.")
-    write_folder(target, boxes, stated, os.fspath(base), shard_bytes=shard_bytes, progress=progress)
+    write_folder(
+        target,
+        boxes,
+        stated,
+        os.fspath(base),
+        replace=replace,
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
 
 
 class _Merged(NamedTuple):

@@ -101,6 +101,8 @@ class ExportPolicy:
     files_from: str | None = None
     """A folder from which tokenizer files and the like are copied; None takes those of the run's tokenizer,
     if it is still where it was."""
+    replace: bool = False
+    """Write also where a Hugging Face folder is, in its place once all is written."""
 
 
 def to_hf(
@@ -154,7 +156,13 @@ def to_hf(
         stated = quantization_config(rounded, kept, is_gpt_oss=is_gpt_oss)
         config = {**config, "quantization_config": stated}
     is_copied = write_folder(
-        target, boxes, config, tokenizer, shard_bytes=policy.shard_bytes, progress=progress
+        target,
+        boxes,
+        config,
+        tokenizer,
+        replace=policy.replace,
+        shard_bytes=policy.shard_bytes,
+        progress=progress,
     )
     return tokenizer if is_copied else None
 
@@ -165,6 +173,7 @@ def write_folder(
     config: Tree,
     files_from: str | None,
     *,
+    replace: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> bool:
@@ -173,7 +182,7 @@ def write_folder(
     files = _fill_files(boxes, shard_bytes)
     there, called = split_address(target)
     rank, num_ranks = world()
-    from_first(lambda: there.begin(called))
+    from_first(lambda: _begin(there, called, target, replace=replace))
 
     def write() -> None:
         for number, part in list(enumerate(files))[rank::num_ranks]:
@@ -187,6 +196,16 @@ def write_folder(
             there.discard(called)
         raise
     return is_copied
+
+
+def _begin(there: Storage, called: str, target: StrPath, *, replace: bool) -> None:
+    is_model = there.size(called, "config.json") is not None
+    if is_model and not replace:
+        raise CheckpointError(
+            f"{target}: expected a folder to make, got a model that is there; --replace writes the new one "
+            "in its place"
+        )
+    there.begin(called, replaces=is_model)
 
 
 def _refuse_adapters(name: str, index: Index) -> None:

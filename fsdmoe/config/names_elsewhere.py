@@ -513,9 +513,11 @@ _NOT_HERE = {
     f"the launcher gives every rank its GPU; {_LEAVE_OUT}": """
         local_rank no_cuda use_cpu device_map cuda_device accelerator ddp_backend distributed_backend
         use_mps_device strategy""",
+    "write --nproc-per-node N (before train.py under torchrun; fsdmoe train takes it anywhere)": """
+        n np nproc nprocs nproc_per_host num_ranks ranks""",
     "the launcher starts a rank for each GPU: torchrun --nproc-per-node N train.py, or fsdmoe train": """
         num_gpus n_gpu n_gpus ngpus num_processes num_devices gpus devices num_nodes gpus_per_node
-        num_machines gpu_ids n_gpus_per_node n np nproc nprocs nproc_per_host num_ranks ranks""",
+        num_machines gpu_ids n_gpus_per_node""",
     f"a run always trains, and goes on where its folder stopped; {_LEAVE_OUT} (a new run: another "
     "train.output_dir)": "do_train overwrite_output_dir exit_on_missing_checkpoint",
     f"no columns are removed and none but data.field are read; {_LEAVE_OUT}": """

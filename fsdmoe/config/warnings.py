@@ -164,7 +164,7 @@ def cpu_warnings(config: Config, written: Collection[str]) -> list[str]:
     for key, why in _GPU_ONLY.items():
         section, _, name = key.partition(".")
         if key in written and getattr(getattr(config, section), name):
-            lines.append(f"{key}: has no effect, since there is no GPU here ({why}); drop it")
+            lines.append(f"{key}: saves nothing, since there is no GPU here ({why}); drop it")
     return lines
 
 

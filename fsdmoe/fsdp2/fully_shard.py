@@ -9,6 +9,8 @@ a root by being used (its parameters, its state dict, its forward).
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -82,7 +84,12 @@ class PendingModule(FSDPModule):
     Then it gets another class, so that no forward pays for the question."""
 
     def _build(self) -> None:
-        _build(cast(nn.Module, self))
+        module = cast(nn.Module, self)
+        plain = [weakref.ref(parameter) for _, parameter in nn.Module.named_parameters(module)]
+        _build(module)
+        _refuse_lost_parameters(
+            _own_class(module).__name__, [held for ref in plain if (held := ref()) is not None]
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._build()
@@ -118,6 +125,18 @@ def _wrap(module: nn.Module, settings: Settings) -> None:
         setattr(inner, _INSIDE, type(module).__name__)
     setattr(module, STATE, WrapState(settings))
     module.__class__ = _class_in_front(_own_class(module), PendingModule)
+
+
+def _refuse_lost_parameters(name: str, plain: list[nn.Parameter]) -> None:
+    """Raise where an optimizer holds parameters that have been sharded since: it would step on tensors that
+    nothing uses. They came from a module around, which does not ask the wrapped one for them."""
+    lists = [each for each in gc.get_referrers(*plain) if isinstance(each, list)] if plain else []
+    groups = [each for found in lists for each in gc.get_referrers(found) if isinstance(each, dict)]
+    if any(any(group.get("params") is found for found in lists) for group in groups):
+        raise ConfigError(
+            f"fsdp2: an optimizer holds parameters of {name} from before they were sharded; call fully_shard "
+            "on the outermost module too, the one that the optimizer's parameters are taken from, before that"
+        )
 
 
 def _wrapped_inside(module: nn.Module) -> list[nn.Module]:

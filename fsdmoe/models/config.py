@@ -374,7 +374,9 @@ def gpt_oss_turns(num_layers: int) -> list[str]:
 def preset_fields(preset: str) -> dict[str, Any]:
     """What the preset decides; the rest are defaults."""
     if preset not in PRESETS:
-        raise ConfigError(f"model.preset: unknown preset {preset!r}; {nearest(preset, PRESETS)}")
+        family = [name for name in PRESETS if name.startswith(preset.lower()) and preset]
+        fix = f"choose one of {', '.join(family)}" if len(family) > 1 else nearest(preset, family or PRESETS)
+        raise ConfigError(f"model.preset: unknown preset {preset!r}; {fix}")
     return PRESETS[preset]
 
 

@@ -82,6 +82,10 @@ def read_runs(folders: Sequence[str]) -> list[ComparedRun]:
 
 
 def _compare(folders: Sequence[str], html: Path) -> None:
+    if not html.parent.is_dir():
+        raise ConfigError(
+            f"--html: expected a file in a folder that is there, got {str(html)!r}; make it first"
+        )
     runs = read_runs(folders)
     columns = ["", *(run.name for run in runs)]
     print_table("Runs", columns, table(runs))

@@ -110,14 +110,37 @@ def lives_of(found: Sequence[Mapping[str, Any]]) -> list[Life]:
 
 def changes_of(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """What later starts changed in the configuration, as far as steps of before and after it are left."""
-    changed: list[tuple[int, str]] = []
+    changed: list[tuple[int, dict[str, tuple[str, str]]]] = []
     for row in found:
-        if row["event"] == "restart":
-            step = row.get("step", 0)
-            changed = [known for known in changed if known[0] < step]  # others were trained again
-            if step and row.get("changed"):
-                changed.append((step, ", ".join(row["changed"])))
-    return [f"from step {step + 1} on: {text}" for step, text in changed]
+        if row["event"] != "restart":
+            continue
+        step = row.get("step", 0)
+        keys: dict[str, tuple[str, str]] = {}
+        # What starts whose steps were trained again had changed, this one has changed too, unless back.
+        again = [each for at, each in changed if at >= step]
+        for key, old, new in [*((k, *v) for each in again for k, v in each.items()), *_told(row)]:
+            keys[key] = (keys.get(key, (old, new))[0], new)
+        changed = [known for known in changed if known[0] < step]
+        keys = {key: values for key, values in keys.items() if values[0] != values[1]}
+        if keys:
+            changed.append((step, keys))
+    return [
+        f"from step {step + 1} on: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in keys.items())
+        for step, keys in changed
+        if step
+    ]
+
+
+def _told(row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Key, value before and value after, of lines such as ``optim.lr 0.1 -> 0.2``. Where a start looks for a
+    checkpoint changes nothing of what is trained."""
+    found = []
+    for line in row.get("changed", ()):
+        key, _, values = line.partition(" ")
+        old, _, new = values.partition(" -> ")
+        if not key.startswith("checkpoint."):
+            found.append((key, old, new))
+    return found
 
 
 def spans_of(lives: Sequence[Life]) -> list[TimeSpan]:

@@ -29,8 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("fsdmoe: --config: expected a model or --config, got both; drop one", file=sys.stderr)
         return 2
     options.model = options.model or options.config
-    if options.model is None or options.gpus is None:
-        print("fsdmoe: model and --gpus: expected both, got one or none; see --help", file=sys.stderr)
+    missing = [name for name, value in (("model", options.model), ("--gpus", options.gpus)) if value is None]
+    if missing:
+        print(f"fsdmoe: {' and '.join(missing)}: expected, got none; see --help", file=sys.stderr)
         return 2
     fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
     request = Request(

@@ -174,6 +174,11 @@ def _gpu_meant(text: str) -> str:
 
 def gpu_named(name: str, fabric: str | None = None, host_gib: int | None = None) -> Gpu:
     """The preset, behind another network and with another host memory for each GPU where these are given."""
+    if name.replace(".", "", 1).isdigit():
+        raise ConfigError(
+            f"--gpu: expected one of {', '.join(GPUS)}, whose speed is known, got {name!r}; whether a "
+            f"configuration fits so many GB says train.py --dry-run --gpu {name}"
+        )
     if name not in GPUS:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}; {_gpu_meant(name)}")
     if fabric is not None and fabric not in FABRICS:

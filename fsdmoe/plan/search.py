@@ -37,6 +37,7 @@ from fsdmoe.plan.memory import (
 from fsdmoe.plan.memory_section import chosen, offload_choices, recompute_choices
 from fsdmoe.plan.source import Fixed
 from fsdmoe.plan.step_time import TimeEstimate, estimate_time
+from fsdmoe.plan.text import num_changes
 from fsdmoe.rules import divisors
 
 MOST_TENSOR_RANKS = 16
@@ -85,9 +86,10 @@ class Candidate:
     """Seconds, and charges."""
 
     @property
-    def order(self) -> tuple[float, float]:
-        """Of candidates with different meshes: by time, in three digits, and then by what is charged."""
-        return float(f"{self.found.time.total:.3g}"), self.score
+    def order(self) -> tuple[float, int, float]:
+        """Of candidates with different meshes: by time, in three digits, then by how much they change of a
+        plain run, and by what is charged."""
+        return float(f"{self.found.time.total:.3g}"), num_changes(self.setting), self.score
 
 
 class _Lean(NamedTuple):
@@ -447,7 +449,8 @@ def why_it_loses(other: Candidate, best: Candidate) -> str:
     mine, theirs = best.found.time, other.found.time
     ratio = theirs.total / mine.total
     if ratio < 1.005:
-        return "as fast, but changes more of the run"
+        more = num_changes(other.setting) > num_changes(best.setting)
+        return "as fast, but changes more of the run" if more else "as fast"
     worst = max(vars(mine), key=lambda name: getattr(theirs, name) - getattr(mine, name))
     where = " in bf16" if other.found.why_no_price else ""
     return f"{_times(ratio)} the time{where}: {_REASONS[worst]} (+{_seconds(theirs, mine, worst)})"

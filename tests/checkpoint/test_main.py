@@ -206,6 +206,12 @@ def test_conversions_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert load_file(tmp_path / "out/model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
     code, _, err = run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "out")
     assert code == 1
+    assert "--replace writes the new one in its place" in err
+    assert run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "out", "--replace")[0] == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    code, _, err = run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "mine", "--replace")
+    assert code == 1
     assert "which are not replaced" in err
 
 

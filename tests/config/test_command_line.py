@@ -135,7 +135,7 @@ def test_nothing_is_said_of_the_mesh_where_an_option_is_unknown(capsys: pytest.C
     with pytest.raises(SystemExit):
         load_config(arguments, 1)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fsdmoe: --nprocs: unknown option; the launcher starts a rank for each GPU")
+    assert line.startswith("fsdmoe: --nprocs: unknown option; write --nproc-per-node N")
 
 
 def test_a_missing_corpus_is_refused_before_anything_is_built() -> None:

@@ -152,7 +152,7 @@ def test_commands_of_packages_are_run_and_others_are_answered_with_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, said in (
-        (["plan"], "fsdmoe: model and --gpus: expected both"),
+        (["plan"], "fsdmoe: model and --gpus: expected, got none"),
         (["observe", "compare", "nowhere"], "fsdmoe: nowhere"),
         (["compare"], "choose one of train, check, plan, launch, checkpoint, observe, data\n"),
     ):

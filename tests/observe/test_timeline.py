@@ -61,8 +61,15 @@ def test_changes_are_told_where_steps_of_before_and_after_are_left() -> None:
         _row(0, "start"), _row(10, "restart", 40, changed=["optim.lr 0.1 -> 0.2", "train.steps 9 -> 99"]),
         _row(20, "restart", 60, changed=["optim.lr 0.2 -> 0.3"]), _row(30, "restart", 50),
     ]  # fmt: skip
-    assert changes_of(found) == ["from step 41 on: optim.lr 0.1 -> 0.2, train.steps 9 -> 99"]
-    assert changes_of([*found, _row(40, "restart", 0, changed=["train.seed 1 -> 2"])]) == []
+    first = "from step 41 on: optim.lr 0.1 -> 0.2, train.steps 9 -> 99"
+    assert changes_of(found[:3]) == [first, "from step 61 on: optim.lr 0.2 -> 0.3"]
+    assert changes_of(found) == [first, "from step 51 on: optim.lr 0.2 -> 0.3"], "what it kept"
+    back = [
+        *found,
+        _row(40, "restart", 30, changed=["checkpoint.load 'latest' -> 'x'", "train.steps 99 -> 9"]),
+    ]
+    assert changes_of(back) == ["from step 31 on: optim.lr 0.1 -> 0.3"], "as the last start has it"
+    assert changes_of([*back, _row(50, "restart", 0, changed=["train.seed 1 -> 2"])]) == []
 
 
 def test_the_time_of_a_hang_is_lost() -> None:

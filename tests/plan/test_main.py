@@ -141,7 +141,9 @@ def test_uneven_routing_gets_clones_where_they_pay(
         (["qwen3-30b-a3b", "--gpus", "8", "--host-memory", "0"], "--host-memory: expected a number from 1"),
         (["qwen3-30b-a3b", "--gpus", "8", "--fabric", "x"], "--fabric: expected one of"),
         (["nowhere.toml", "--gpus", "8"], "--config: no file at 'nowhere.toml'"),
-        (["qwen3-30b-a3b"], "model and --gpus: expected both"),
+        (["qwen3-30b-a3b"], "fsdmoe: --gpus: expected, got none"),
+        (["--gpus", "8"], "fsdmoe: model: expected, got none"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "80"], "fits so many GB says train.py --dry-run --gpu 80"),
         (
             ["qwen3-30b-a3b", "--config", "quickstart", "--gpus", "8"],
             "--config: expected a model or --config",

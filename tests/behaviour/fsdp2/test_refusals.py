@@ -97,6 +97,24 @@ def check_wrapping() -> None:
             wrap_blocks(our_fsdp, built().to(dtype))
 
 
+def check_lost_parameters() -> None:
+    """What an optimizer took from a module around the wrapped ones is not what they train."""
+    model: Any = built()
+    for block in model.blocks:
+        fully_shard(block)
+    held = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"holds parameters of Block from before .*outermost module too"):
+        loss_of(model, 0)
+    del held
+    alone: Any = built()
+    last = list(alone.parameters())[-1]  # who only looked at them loses nothing
+    fully_shard(alone)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    loss_of(alone, 0).backward()
+    optimizer.step()
+    assert last is not None
+
+
 def check_calls() -> None:
     model: Any = built()
     wrap_blocks(our_fsdp, model)
@@ -146,7 +164,9 @@ def check_tools() -> None:
     torch.testing.assert_close(weight.grad.full_tensor(), plain)
 
 
-@pytest.mark.parametrize("check", [check_arguments, check_wrapping, check_calls, check_tools])
+@pytest.mark.parametrize(
+    "check", [check_arguments, check_wrapping, check_lost_parameters, check_calls, check_tools]
+)
 def test_what_is_not_supported_is_refused_by_name(check: Any) -> None:
     run_ranks(check, 2)
 
