@@ -39,9 +39,13 @@ class Clones:
     def __init__(self, joined: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.grads = [torch.full_like(weight[-2:], torch.nan) for weight in joined]
         self._joined = joined
+        self.num_used = 0
 
     def joined_again(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._joined
+
+    def used(self) -> None:
+        self.num_used += 1
 
     def grad_place(self, number: int) -> tuple[torch.Tensor, bool]:
         return self.grads[number], False
@@ -65,6 +69,7 @@ def test_own_experts_and_clones_in_one_call_have_the_gradients_of_that_many_expe
     products = ClonedProducts(FusedProducts(), clones, [gate_up, down])
     found = compute_experts(products, Rows(own[0], own[1], ids_RK), ExpertWeights(*own[2:]))
     found.backward(dy_RD)
+    assert clones.num_used == 1
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(own, whole, strict=True):
         assert mine.grad is not None
