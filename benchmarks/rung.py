@@ -1,6 +1,7 @@
-"""A MoE of 0.49 B parameters, 21 M of them active, trained for minutes on one GPU by ``train.py`` itself.
+"""A MoE of 0.50 B parameters, trained for minutes on one GPU by ``train.py`` itself. 22 M of them are active,
+embedding and head left out.
 
-8 layers of width 512 with 128 + 16 experts of 256, of which a token takes 4; a vocabulary of 32,768, rows of
+8 layers of width 512 with 144 experts of 256, of which a token takes 4; a vocabulary of 32,768, rows of
 2,048 packed tokens. Three runs of the same rows, learning rates and number of steps:
 
     bf16      bf16 with fp32 main weights
@@ -19,7 +20,8 @@ further. MFU is that of the whole run, evaluations and saves included, from its 
     python benchmarks/rung.py --report runs/rung                            table, and docs/results/rung_*.svg
     python benchmarks/rung.py --tiny                                        on a CPU, to see that it works
 
-Runs that are in the folder already go on where they stopped. Any key of train.py may follow.
+Runs that are in the folder already go on where they stopped. Any key of train.py may follow:
+``--optim.lr=1e-3``.
 """
 
 from __future__ import annotations
@@ -270,7 +272,7 @@ def draw(args: argparse.Namespace) -> None:
                 axes.plot(tokens, losses, color=COLOURS[name], linewidth=0.9, label=name)
             axes.set(xlabel="million tokens", ylabel="training loss")
             axes.legend(frameon=False, labelcolor="linecolor")
-            figure.suptitle("A MoE of 0.49 B parameters on one GPU", fontsize=10)
+            figure.suptitle("A MoE of 0.50 B parameters on one GPU", fontsize=10)
             save(figure, args.pictures / f"rung_loss_{mode}.svg")
             figure, all_axes = plt.subplots(1, len(FIGURES), figsize=(6.4, 2.4), layout="constrained")
             over_time = load_over_time(next(iter(runs.values())))
@@ -302,6 +304,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs/results")
     parser.add_argument("--tiny", action="store_true")
     args, others = parser.parse_known_args()
+    if wrong := [other for other in others if not (other.startswith("--") and "=" in other)]:
+        raise SystemExit(f"{' '.join(wrong)}: expected keys of train.py as --section.key=value")
     args.others = dict(other.removeprefix("--").split("=", 1) for other in others)
     return args
 
@@ -310,6 +314,8 @@ def main() -> int:
     args = parse()
     if args.report:
         args.folder = args.report
+        if not any(rows_of(args.folder / name) for name in VARIANTS):
+            raise SystemExit(f"--report: expected a folder of runs, found none in {args.folder}")
         draw(args)
         return 0 if report(args) or args.tiny else 1
     if not args.tiny:

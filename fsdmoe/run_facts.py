@@ -45,6 +45,7 @@ def run_facts(config: Config, meshes: Meshes, start_step: int) -> RunFacts:
         num_ranks=meshes.size(Axis.WORLD),
         start_step=start_step,
         ep=meshes.size(Axis.EP),
+        num_experts=config.model.num_experts,
         when_uneven=what_if_uneven(config, meshes.size(Axis.WORLD)),
     )
 
@@ -58,6 +59,11 @@ def what_if_uneven(config: Config, world_size: int) -> str:
     is_worth_it = cloning is not None and (UNEVEN - 1) * cloning.pairs > cloning.least_rows
     if not is_worth_it or check_compatibility(cloned):
         return "balance experts more (docs/routing.md)"
+    if config.model.hf is not None:  # whether its experts can be cloned is known once it is built
+        return (
+            "balance experts more (docs/routing.md), or try experts.clones = 2 "
+            "(docs/experts.md#clones-of-hot-experts)"
+        )
     return (
         "experts.clones = 2 has others compute what is above the mean (docs/experts.md#clones-of-hot-experts)"
     )

@@ -82,7 +82,7 @@ def merge_adapter(
             checkpoint has other weights.
         dtype: Of all weights; None keeps each one's own.
         requantise: Write a base in FP8 as FP8 again. Weights that the adapter leaves alone keep their codes.
-        replace: Write also where a Hugging Face folder is, in its place once all is written.
+        replace: Write also where an earlier export is, in its place once all is written.
         shard_bytes: Largest size of a file.
         progress: Called with the number of bytes that were done since the last call.
 

@@ -38,7 +38,7 @@ from fsdmoe.checkpoint.quantised import FP8_BLOCK, is_projection, quantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress, write_safetensors
 from fsdmoe.checkpoint.session import open_newest
-from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, read_file, split_address
 from fsdmoe.checkpoint.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ _FP8_CONFIG: Tree = {
 _PLAIN_LINEAR = re.compile(r"(^lm_head|_gate|\.eh_proj|_latent_proj|\.gate)\.weight$")
 KEEP_DTYPE = ("e_score_correction_bias",)
 TOKENIZER = "tokenizer.json"
+EXPORT = "fsdmoe_export.json"
+"""In a folder that was written here: which files of it were."""
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "chat_template*", "generation_config.json", "*processor_config.json", "*.py",
@@ -102,7 +104,7 @@ class ExportPolicy:
     """A folder from which tokenizer files and the like are copied; None takes those of the run's tokenizer,
     if it is still where it was."""
     replace: bool = False
-    """Write also where a Hugging Face folder is, in its place once all is written."""
+    """Write also where an earlier export is, in its place once all is written."""
 
 
 def to_hf(
@@ -199,13 +201,23 @@ def write_folder(
 
 
 def _begin(there: Storage, called: str, target: StrPath, *, replace: bool) -> None:
-    is_model = there.size(called, "config.json") is not None
-    if is_model and not replace:
+    """Make the folder to write. What is there is replaced if it is an earlier export and nothing else."""
+    is_export = there.size(called, EXPORT) is not None
+    if replace and is_export:
+        known = {EXPORT, *json.loads(read_file(there, called, EXPORT))["files"]}
+        is_here = "://" not in str(target)
+        others = sorted({path.name for path in Path(target).iterdir()} - known) if is_here else []
+        if others:
+            raise CheckpointError(
+                f"{target}: expected an earlier export alone, got other files too, which --replace would "
+                f"delete ({', '.join(others[:3])}); move them"
+            )
+    elif is_export:
         raise CheckpointError(
-            f"{target}: expected a folder to make, got a model that is there; --replace writes the new one "
-            "in its place"
+            f"{target}: expected a folder to make, got an earlier export; --replace writes the new one in "
+            "its place"
         )
-    there.begin(called, replaces=is_model)
+    there.begin(called, replaces=is_export)
 
 
 def _refuse_adapters(name: str, index: Index) -> None:
@@ -379,26 +391,29 @@ def write_file(
 
 def _finish(storage: Storage, name: str, files: list[Boxes], config: Tree, tokenizer: str | None) -> bool:
     """Whether there is a tokenizer in the folder."""
+    written = [_file_name(number, len(files)) for number in range(len(files))]
     if len(files) > 1:
-        weights = {box.name: _file_name(n, len(files)) for n, boxes in enumerate(files) for box in boxes}
+        weights = {box.name: file for file, boxes in zip(written, files, strict=True) for box in boxes}
         total = sum(box.num_bytes for boxes in files for box in boxes)
         write_json(storage, name, INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
+        written.append(INDEX)
     write_json(storage, name, CONFIG, config)
-    is_copied = tokenizer is not None and _copy_tokenizer(storage, name, Path(tokenizer))
+    copied = [] if tokenizer is None else _copy_tokenizer(storage, name, Path(tokenizer))
+    write_json(storage, name, EXPORT, {"files": [*written, CONFIG, *copied]})
     storage.commit(name)
-    return is_copied
+    return any(each.startswith("tokenizer") for each in copied)
 
 
-def _copy_tokenizer(storage: Storage, name: str, source: Path) -> bool:
-    """A tokenizer's files and what transformers keeps with them; whether the tokenizer was among them. A
-    single file may have any name."""
+def _copy_tokenizer(storage: Storage, name: str, source: Path) -> list[str]:
+    """A tokenizer's files and what transformers keeps with them; their names. A single file may have any
+    name."""
     if source.is_file():
         paths = {TOKENIZER: source}
     else:
         paths = {path.name: path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)}
     for called, path in sorted(paths.items()):
         storage.write(name, called, partial(_copy_file, path))
-    return any(called.startswith("tokenizer") for called in paths)
+    return sorted(paths)
 
 
 def _copy_file(path: Path, handle: Any) -> None:

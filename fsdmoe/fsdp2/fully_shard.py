@@ -84,12 +84,7 @@ class PendingModule(FSDPModule):
     Then it gets another class, so that no forward pays for the question."""
 
     def _build(self) -> None:
-        module = cast(nn.Module, self)
-        plain = [weakref.ref(parameter) for _, parameter in nn.Module.named_parameters(module)]
-        _build(module)
-        _refuse_lost_parameters(
-            _own_class(module).__name__, [held for ref in plain if (held := ref()) is not None]
-        )
+        _build(cast(nn.Module, self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._build()
@@ -127,16 +122,30 @@ def _wrap(module: nn.Module, settings: Settings) -> None:
     module.__class__ = _class_in_front(_own_class(module), PendingModule)
 
 
-def _refuse_lost_parameters(name: str, plain: list[nn.Parameter]) -> None:
-    """Raise where an optimizer holds parameters that have been sharded since: it would step on tensors that
-    nothing uses. They came from a module around, which does not ask the wrapped one for them."""
-    lists = [each for each in gc.get_referrers(*plain) if isinstance(each, list)] if plain else []
+def _watch_for_lost_parameters(root: nn.Module) -> None:
+    """Until a forward has run: refuse it where an optimizer holds parameters from before they were sharded,
+    and would step on tensors that nothing uses."""
+    plain = [weakref.ref(parameter) for parameter in root.parameters()]
+
+    def check(module: nn.Module, *_: Any) -> None:
+        if any(ref() is not None for ref in plain):
+            gc.collect()  # of an optimizer that was given up
+        if _are_in_an_optimizer([held for ref in plain if (held := ref()) is not None]):
+            name = _own_class(module).__name__
+            raise ConfigError(
+                f"fsdp2: an optimizer holds parameters of {name} from before they were sharded; make it "
+                f"after fully_shard. If it was, it took them from a module around {name}: call fully_shard "
+                "on that one too"
+            )
+        watching.remove()
+
+    watching = root.register_forward_pre_hook(check)
+
+
+def _are_in_an_optimizer(parameters: list[nn.Parameter]) -> bool:
+    lists = [each for each in gc.get_referrers(*parameters) if isinstance(each, list)] if parameters else []
     groups = [each for found in lists for each in gc.get_referrers(found) if isinstance(each, dict)]
-    if any(any(group.get("params") is found for found in lists) for group in groups):
-        raise ConfigError(
-            f"fsdp2: an optimizer holds parameters of {name} from before they were sharded; call fully_shard "
-            "on the outermost module too, the one that the optimizer's parameters are taken from, before that"
-        )
+    return any(any(group.get("params") is found for found in lists) for group in groups)
 
 
 def _wrapped_inside(module: nn.Module) -> list[nn.Module]:
@@ -164,6 +173,7 @@ def _build(root: nn.Module) -> None:
         module.__class__ = _class_in_front(_own_class(module), FSDPModule)
     units = {inner: state_of(inner).settings for inner in inside}
     meshes = meshes_for(settings.mesh)
+    _watch_for_lost_parameters(root)
     is_empty = place_meta_buffers(root, meshes.device) | any(p.is_meta for p in root.parameters())
     shard_model(root, meshes, policy_for(root, settings, units), init_fn=leave_empty)
     engine = engine_of(root)

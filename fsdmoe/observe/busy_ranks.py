@@ -15,11 +15,12 @@ UNEVEN = 1.25
 """Of the busiest rank over the mean, from where it is worth a line."""
 
 
-def busiest_rank(loads: Mapping[str, Tensor], ep: int) -> float | None:
-    """Rows of the busiest rank over the mean, averaged over layers; None where none of them has any."""
+def busiest_rank(loads: Mapping[str, Tensor], ep: int, num_experts: int) -> float | None:
+    """Rows that routers send to the busiest rank over the mean, averaged over layers; None where none of them
+    has any. Choices behind the first ``num_experts`` are of no rank."""
     shares = []
     for load_E in loads.values():
-        load_P = load_E.double().unflatten(0, (ep, -1)).sum(1)
+        load_P = load_E[:num_experts].double().unflatten(0, (ep, -1)).sum(1)
         share = float(load_P.amax() / load_P.mean())
         if math.isfinite(share):  # not of a layer without rows, nor of counts that are not finite
             shares.append(share)
@@ -44,6 +45,6 @@ class BusyRanks:
             return None
         advice, self._advice = self._advice, ""
         return (
-            f"the busiest of {self._ep} EP ranks computed {share:.2f} times the mean of a layer in the last "
+            f"the busiest of {self._ep} EP ranks was sent {share:.2f} times the mean of a layer in the last "
             f"{WINDOW} logged steps, and the others waited: {advice}"
         )

@@ -242,7 +242,7 @@ class _MainRank:
         if loads:
             row["experts"] = {layer: asdict(figures) for layer, figures in load_figures(loads).items()}
             if self.facts.ep > 1:
-                row["busiest_rank"] = busiest_rank(loads, self.facts.ep)
+                row["busiest_rank"] = busiest_rank(loads, self.facts.ep, self.facts.num_experts)
         self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0
         self._row_skipped = record.skipped
         return finite_or_none(row)

@@ -116,7 +116,7 @@ class Setting:
         if not experts.clones or self.degrees.ep == 1:
             return None
         pairs = self.tokens(job) * job.model.num_experts_per_tok
-        return Cloning(experts.clones, experts.clone_rows, pairs)
+        return Cloning(job.model.num_experts, experts.clones, experts.clone_rows, pairs)
 
     def skew(self, job: Job) -> Skew:
         """Of its ranks' experts."""

@@ -37,16 +37,14 @@ class Skew(NamedTuple):
 
 
 EVEN = Skew()
-EVENED = {1: 1.06, 2: 1.02}
-"""What clones leave of any skew, by slots a rank (more: as two): the median of drawn loads of 64 to 256
-experts on 8 to 64 ranks."""
 MOST_PLANS = 32
-"""Of the layers and steps of a recording, so many are planned with clones."""
+"""Of the layers and steps of a recording, or of drawn loads, so many are planned with clones."""
 
 
 class Cloning(NamedTuple):
     """Of hot experts (``experts.clones``)."""
 
+    num_experts: int
     slots: int
     least_rows: int
     pairs: int
@@ -68,15 +66,7 @@ class Loads:
         if ep == 1:
             return EVEN
         found = self.recorded.get(ep, self.given)
-        if cloning is None or found.time == 1:
-            return found
-        if self.choices_SLE is not None:
-            return _cloned_skew(self, ep, cloning)
-        # The busiest rank's surplus goes to a clone on each of some ranks, if it is worth one.
-        if (found.time - 1) * cloning.pairs <= cloning.least_rows:
-            return found
-        left = EVENED[min(cloning.slots, max(EVENED))]
-        return Skew(min(found.time, left), min(found.memory, left))
+        return found if cloning is None or found.time == 1 else _cloned_skew(self, ep, cloning)
 
 
 def read_loads(skew: float | None, path: str | None, num_experts: int) -> Loads:
@@ -107,28 +97,49 @@ def read_loads(skew: float | None, path: str | None, num_experts: int) -> Loads:
             f"{recording.num_experts} in {path!r}; record this model"
         )
     loads_SLE = recording.loads()
+    if not loads_SLE.any():
+        raise ConfigError(f"--loads: expected recorded choices, got none in {path!r}; record more steps")
     return Loads(recorded={ep: skew_of(loads_SLE, ep) for ep in divisors(num_experts)}, choices_SLE=loads_SLE)
 
 
 def skew_of(loads_SLE: Tensor, ep: int) -> Skew:
-    """Of choices of experts by step and layer."""
+    """Of choices of experts by step and layer; a layer without any in a step does not count."""
     by_rank_SLP = loads_SLE.double().unflatten(2, (ep, -1)).sum(3)
-    share_SLP = ep * by_rank_SLP / by_rank_SLP.sum(2, keepdim=True).clamp(min=1)
-    return Skew(share_SLP.amax(2).mean().item(), share_SLP.mean(1).amax().item())
+    total_SL1 = by_rank_SLP.sum(2, keepdim=True)
+    share_SLP = torch.where(total_SL1 > 0, ep * by_rank_SLP / total_SL1, torch.nan)
+    return Skew(
+        share_SLP.amax(2).nanmean().item(),
+        share_SLP.nanmean(1).nan_to_num().amax().item(),
+    )
 
 
 @lru_cache(maxsize=1024)
 def _cloned_skew(loads: Loads, ep: int, cloning: Cloning) -> Skew:
-    """By the plans of clones that a run would make, of some layers and steps spread over the recording."""
-    assert loads.choices_SLE is not None
-    choices_NE = loads.choices_SLE.flatten(0, 1).double()
-    choices_NE = choices_NE[choices_NE.sum(1) > 0]
-    some = torch.linspace(0, len(choices_NE) - 1, min(MOST_PLANS, len(choices_NE))).long()
-    shares_NE = choices_NE[some] / choices_NE[some].sum(1, keepdim=True)
+    """By the plans of clones that a run would make, of some layers and steps."""
+    before = loads.recorded.get(ep, loads.given)
+    shares_NE = _shares(loads, ep, cloning.num_experts)
     counts_NE = (shares_NE * cloning.pairs).round().int()  # of each rank: all bring the same
     busiest = [float(_rows_after_cloning(counts_E, ep, cloning).amax()) for counts_E in counts_NE]
-    share = sum(busiest) / len(busiest) / cloning.pairs
-    return Skew(share, min(share, loads.recorded[ep].memory))
+    share = max(1.0, sum(busiest) / len(busiest) / cloning.pairs)
+    return Skew(min(share, before.time), min(share, before.memory))
+
+
+@lru_cache(maxsize=1024)
+def _shares(loads: Loads, ep: int, num_experts: int) -> Tensor:
+    """``[N, E]``: what experts get of a layer's choices, spread over a recording; or drawn from a log-normal
+    distribution that is as wide as the given skew wants it."""
+    if loads.choices_SLE is not None:
+        choices_NE = loads.choices_SLE.flatten(0, 1).double()
+        choices_NE = choices_NE[choices_NE.sum(1) > 0]
+        some = torch.linspace(0, len(choices_NE) - 1, min(MOST_PLANS, len(choices_NE))).long()
+        return choices_NE[some] / choices_NE[some].sum(1, keepdim=True)
+    noise_NE = torch.randn(MOST_PLANS, num_experts, generator=torch.Generator().manual_seed(1)).double()
+    low, high = 0.0, 8.0
+    for _ in range(30):
+        width = (low + high) / 2
+        found = skew_of((width * noise_NE).softmax(1).unsqueeze(0), ep).time
+        low, high = (width, high) if found < loads.given.time else (low, width)
+    return (low * noise_NE).softmax(1)
 
 
 def _rows_after_cloning(counts_E: Tensor, ep: int, cloning: Cloning) -> Tensor:

@@ -207,7 +207,7 @@ def print_ranking(ranking: Ranking, wanted: Reading, request: Request, most: int
     if best.setting.dispatcher == "flex" and best.setting.skew(job).time > bound:
         print(
             f"Buffers of experts.flex.rows = {bound:g} are too small for that: steps are run a second time, "
-            "which is not in the time above. Raise it, or set experts.clones = 2."
+            "which is not in the time above. Raise it."
         )
     if ranking.gpu.never_ran:
         print(f"{NEVER_RAN}: take this as an estimate (docs/low_precision.md, Blackwell).")

@@ -244,10 +244,12 @@ class _Search:
 
     def _clones(self, degrees: Degrees) -> tuple[int, ...]:
         """Slots a rank, where somebody did not say so."""
-        given, domain = self._config.experts.clones, self._gpu.domain
+        given = self._config.experts.clones
         is_even = self._job.loads.skew(degrees.ep).time == 1
-        is_apart = self._config.experts.dispatcher == "flex" and degrees.ep > domain
-        return (given,) if given or is_even or is_apart else (0, CLONES)
+        # Whether experts of a wrapped model can be cloned is known once it is built.
+        if given or is_even or self._job.is_wrapped or not clones_reach(self._config, degrees.ep, self._gpu):
+            return (given,)
+        return (0, CLONES)
 
     def _first_that_fits(
         self,
@@ -397,7 +399,14 @@ def legal_degrees(config: Config, job: Job, num_gpus: int, gpu: Gpu) -> Iterator
                     for etp in _expert_splits(job, replica // ep):
                         if config.experts.dispatcher == "by_node" and not _spans_nodes(ep, etp, gpu):
                             continue
+                        if config.experts.clones and ep > 1 and not clones_reach(config, ep, gpu):
+                            continue
                         yield Degrees(dp_outer, dp_shard, cp, tp, replica // (ep * etp), ep, etp)
+
+
+def clones_reach(config: Config, ep: int, gpu: Gpu) -> bool:
+    """Whether clones of experts may be sent over so many ranks: by ``flex`` within an NVLink domain."""
+    return config.experts.dispatcher != "flex" or ep <= gpu.domain
 
 
 def _spans_nodes(ep: int, etp: int, gpu: Gpu) -> bool:

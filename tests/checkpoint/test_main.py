@@ -208,11 +208,16 @@ def test_conversions_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 1
     assert "--replace writes the new one in its place" in err
     assert run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "out", "--replace")[0] == 0
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/notes.txt").write_text("mine")
-    code, _, err = run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "mine", "--replace")
+    (tmp_path / "out/notes.md").write_text("mine")
+    code, _, err = run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "out", "--replace")
+    assert code == 1
+    assert "which --replace would delete (notes.md)" in err
+    (tmp_path / "base").mkdir()  # a model that was not exported
+    (tmp_path / "base/config.json").write_text("{}")
+    code, _, err = run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "base", "--replace")
     assert code == 1
     assert "which are not replaced" in err
+    assert (tmp_path / "base/config.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("tokenizer", ["tokenizer", "tokenizer/tokenizer.json", "bytes"])

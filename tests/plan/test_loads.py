@@ -33,17 +33,29 @@ def test_time_is_of_each_layers_busiest_rank_and_memory_of_one_rank() -> None:
 def test_clones_even_out_what_was_recorded() -> None:
     torch.manual_seed(0)
     loads_SLE = (torch.randn(3, 4, 64).mul(1.2).exp() * 100).int()
+    loads_SLE[0, 0] = 0  # nothing was routed there
     loads = Loads(recorded={8: skew_of(loads_SLE, 8)}, choices_SLE=loads_SLE)
     assert loads.skew(8).time > 1.4
-    evened = loads.skew(8, Cloning(2, 0, 65536))
+    evened = loads.skew(8, Cloning(64, 2, 0, 65536))
     assert 1 <= evened.time < 1.05
     assert evened.memory <= evened.time
-    assert evened.time < loads.skew(8, Cloning(1, 0, 65536)).time < loads.skew(8).time
+    assert evened.time < loads.skew(8, Cloning(64, 1, 0, 65536)).time < loads.skew(8).time
     # Nothing is worth a clone.
-    assert loads.skew(8, Cloning(2, 65536, 65536)).time == pytest.approx(loads.skew(8).time, rel=1e-3)
-    given = Loads(Skew(1.5, 1.5))
-    assert given.skew(8, Cloning(2, 1024, 65536)).time < 1.05
-    assert given.skew(8, Cloning(2, 1024, 2000)) == given.skew(8) == Skew(1.5, 1.5)
+    assert loads.skew(8, Cloning(64, 2, 65536, 65536)).time == pytest.approx(loads.skew(8).time, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "ep", "skew", "slots", "left"),
+    # Two slots leave 1 to 2 % of any skew; with one, more is left the more ranks there are.
+    [(128, 8, 1.5, 2, 1.02), (128, 8, 1.5, 1, 1.13), (256, 64, 3.0, 2, 1.02), (256, 64, 3.0, 1, 1.33)],
+)
+def test_a_given_skew_is_drawn_and_planned(
+    num_experts: int, ep: int, skew: float, slots: int, left: float
+) -> None:
+    given = Loads(Skew(skew, skew))
+    evened = given.skew(ep, Cloning(num_experts, slots, 1024, 131072))
+    assert evened.time == pytest.approx(left, abs=0.03)
+    assert given.skew(ep, Cloning(num_experts, slots, 1024, 1000)).time == pytest.approx(skew, rel=0.02)
 
 
 def _recorded(folder: Path) -> str:
@@ -65,6 +77,10 @@ def test_loads_are_counted_by_step_over_all_ranks(tmp_path: Path) -> None:
 def test_wrong_loads_are_refused(tmp_path: Path) -> None:
     folder = _recorded(tmp_path)
     (tmp_path / "run").mkdir()
+    (tmp_path / "nothing").mkdir()
+    nothing = str(tmp_path / "nothing")
+    ids = np.full((4, 1, 2), -1)
+    save_routed_experts(tmp_path / "nothing/step-0-rank-0.safetensors", {"a": ids}, num_experts=4)
     (tmp_path / "file").write_text("none")
     for given, words in (
         ((None, str(tmp_path / "run"), 4), r"^--loads: expected files \*.safetensors in .*, got none"),
@@ -73,6 +89,7 @@ def test_wrong_loads_are_refused(tmp_path: Path) -> None:
         ((2.0, folder, 4), "--skew: expected a number or --loads, got both"),
         ((None, str(tmp_path / "none"), 4), "--loads: expected what experts.record wrote"),
         ((None, folder, 8), "--loads: expected a recording of 8 experts, as the model has, got one of 4"),
+        ((None, nothing, 4), "--loads: expected recorded choices, got none in .*; record more steps"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_loads(*given)

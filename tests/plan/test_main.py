@@ -115,9 +115,12 @@ def test_uneven_routing_gets_clones_where_they_pay(
     file = tmp_path / "one.toml"
     file.write_text('[model]\npreset = "qwen3-30b-a3b"\n[experts]\ndispatcher = "flex"\nflex.rows = 1.1\n')
     assert main([str(file), "--gpus", "64", "--gpu", "h100", *fixed[2:], "--ep", "64", "--skew", "1.8"]) == 0
-    printed = capsys.readouterr().out
-    assert "clones" not in printed.split("are too small for that")[0]
-    assert "steps are run a second time" in " ".join(printed.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "are too small for that: steps are run a second time" in printed
+    assert "clones" not in printed, "ranks of several NVLink domains reach no slots of each other"
+    file.write_text(file.read_text() + "clones = 1\n")
+    assert main([str(file), "--gpus", "64", "--gpu", "h100", *fixed[2:], "--ep", "64", "--skew", "1.8"]) == 2
+    assert "--ep: no mesh of 64 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

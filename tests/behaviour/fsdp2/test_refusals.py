@@ -98,20 +98,29 @@ def check_wrapping() -> None:
 
 
 def check_lost_parameters() -> None:
-    """What an optimizer took from a module around the wrapped ones is not what they train."""
-    model: Any = built()
-    for block in model.blocks:
+    """What an optimizer took before parameters were sharded is not what is trained."""
+    around: Any = built()
+    for block in around.blocks:
         fully_shard(block)
-    held = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match=r"holds parameters of Block from before .*outermost module too"):
-        loss_of(model, 0)
-    del held
+    held = torch.optim.AdamW(around.parameters())
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"holds parameters of Block from before .* call fully_shard on"
+        ):
+            loss_of(around, 0)
+    early: Any = built()
+    held = torch.optim.AdamW(early.parameters())
+    wrap_blocks(our_fsdp, early)
+    with pytest.raises(ConfigError, match=r"holds parameters of Model .*; make it after fully_shard"):
+        loss_of(early, 0)
+    held = torch.optim.AdamW(early.parameters())
+    loss_of(early, 0).backward()
+    held.step()
+    # Who only looked at them loses nothing.
     alone: Any = built()
-    last = list(alone.parameters())[-1]  # who only looked at them loses nothing
+    last = list(alone.parameters())[-1]
     fully_shard(alone)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     loss_of(alone, 0).backward()
-    optimizer.step()
     assert last is not None
 
 
