@@ -175,8 +175,8 @@ class Meshes:
                 raise ConfigError(
                     "experts.dispatcher: by_node expected each group of mesh.ep = "
                     f"{self.degrees.ep} ranks to have equally many, two or more, on each of several nodes, "
-                    f"got {got}; set experts.dispatcher = "
-                    '"all_to_all", or another mesh.ep'
+                    f'got {got}; set experts.dispatcher = "all_to_all"'
+                    + (", or another mesh.ep" if len(set(nodes)) > 1 else "")
                 )
             own_NM = self._by_axis[Axis.EP].mesh.view(-1, size)
             place = self.rank(Axis.EP)

@@ -28,7 +28,8 @@ from fsdmoe.data.tokenizer import Tokenizer
 OPENING = "⟦"
 CLOSING = "⟧"
 LEGEND = (
-    f"Tokens in {OPENING} {CLOSING} carry loss; ⏎ is a line break; a document is named by source and number."
+    f"Tokens in {OPENING} {CLOSING} carry loss; ⏎ is a line break; → is before the first token of the next "
+    "row, where a document goes on there; a document is named by source and number."
 )
 PADDING = "padding"
 _CONTEXT = 8
