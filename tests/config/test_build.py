@@ -148,7 +148,7 @@ BAD = {
         {"memory": {"recompute": ["attention"]}, "mesh": {"cp": 2}},
         {},
         2,
-        r"memory\.recompute: keys and values would be sent again, .* got mesh\.cp = 2; set memory\.recompute = .*layer",
+        r"memory\.recompute: keys and values .* got mesh\.cp = 2; set memory\.recompute = .*layer",
     ),
     "text on the command line": (
         {},
