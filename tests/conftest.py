@@ -3,9 +3,11 @@ anything starts it, and seeds are fixed."""
 
 import atexit
 import gc
+import logging
 import multiprocessing
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 # Imports leave no garbage to look for, and what they make stays: a fifth of the time to collect the tests.
@@ -38,6 +40,7 @@ PRELOAD += [
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # A busy machine must not decide: no example has a time to keep, and drawing them may take long.
@@ -87,3 +90,12 @@ def fixed_seed() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_the_module_found_it() -> Iterator[None]:
+    """What programs that a test ran in this process leave: a group of one rank, a launcher's silence."""
+    yield
+    logging.disable(logging.NOTSET)
+    if dist.is_initialized():
+        dist.destroy_process_group()
