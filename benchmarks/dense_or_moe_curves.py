@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from inks import INK, style_of
+
 from fsdmoe import train as program
 from fsdmoe.data import Batch, DataConfig, build_data
 
@@ -23,7 +25,6 @@ MODELS = ("dense", "MoE")
 EVALUATED_STEPS = 16
 """Global batches of held-out rows in an evaluation."""
 COLOURS = {"dense": "#b8863b", "MoE": "#2a7f9e"}
-INK = {"light": "#22262b", "dark": "#e3e6ea"}
 
 
 @dataclass
@@ -144,13 +145,8 @@ def draw(curves: list[Curve], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     optimizers = list(dict.fromkeys(curve.optimizer for curve in curves))
-    keys = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
-    for mode, ink in INK.items():
-        style: dict[str, Any] = dict.fromkeys(keys, ink) | {
-            "svg.hashsalt": "dense_or_moe", "svg.fonttype": "none", "font.size": 9,
-            "axes.spines.top": False, "axes.spines.right": False,
-        }  # fmt: skip
-        with plt.rc_context(style):  # type: ignore[arg-type]
+    for mode in INK:
+        with plt.rc_context(style_of(mode, "dense_or_moe")):  # type: ignore[arg-type]
             figure, all_axes = plt.subplots(
                 1, len(optimizers), figsize=(6.4, 3.2), layout="constrained", sharey=True, squeeze=False
             )

@@ -16,10 +16,10 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from inks import INK, style_of
 
 RESULTS = Path(__file__).parent.parent / "docs/results"
 OURS, PEER, PALE = "#2a7f9e", "#b8863b", "#8a8f98"
-INK = {"light": "#22262b", "dark": "#e3e6ea"}
 
 
 def rows(page: str, after: str) -> list[list[str]]:
@@ -214,13 +214,7 @@ PICTURES: dict[str, Callable[[Any], None]] = {
 
 def draw(name: str, mode: str) -> Path:
     """One picture, on no background of its own."""
-    ink = INK[mode]
-    keys = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
-    style = dict.fromkeys(keys, ink) | {
-        "svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False,
-        "axes.spines.right": False,
-    }  # fmt: skip
-    with plt.rc_context(style):  # type: ignore[arg-type]
+    with plt.rc_context(style_of(mode, name)):  # type: ignore[arg-type]
         figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
         PICTURES[name](axes)
         figure.suptitle((PICTURES[name].__doc__ or "").strip(), fontsize=10)

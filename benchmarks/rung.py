@@ -35,6 +35,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from inks import INK, style_of
 from timing import child_environment, require_gpu
 
 from fsdmoe import events
@@ -69,7 +70,6 @@ FIGURES = {
     "entropy": "entropy",
 }
 COLOURS = {"bf16": "#b8863b", "fp8": "#2a7f9e", "halves": "#9a9a9a"}
-INK = {"light": "#22262b", "dark": "#e3e6ea"}
 
 
 def options(variant: str, steps: int, args: argparse.Namespace) -> list[str]:
@@ -258,13 +258,8 @@ def draw(args: argparse.Namespace) -> None:
     import matplotlib.pyplot as plt
 
     runs = {name: rows_of(args.folder / name) for name in VARIANTS if rows_of(args.folder / name)}
-    keys = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
-    for mode, ink in INK.items():
-        style: dict[str, Any] = dict.fromkeys(keys, ink) | {
-            "svg.hashsalt": "rung", "svg.fonttype": "none", "font.size": 9,
-            "axes.spines.top": False, "axes.spines.right": False,
-        }  # fmt: skip
-        with plt.rc_context(style):  # type: ignore[arg-type]
+    for mode in INK:
+        with plt.rc_context(style_of(mode, "rung")):  # type: ignore[arg-type]
             figure, axes = plt.subplots(1, 1, figsize=(6.4, 3.2), layout="constrained")
             for name, rows in runs.items():
                 tokens = [row["tokens"] / 1e6 for row in rows if row["step"] > 20]

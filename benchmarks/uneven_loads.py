@@ -25,8 +25,9 @@ from torch import Tensor
 
 from fsdmoe.experts.dispatch import ClonePolicy, clone_exchange, cloning, flex_cloning
 from fsdmoe.experts.routing_file import Recording
-from fsdmoe.kernels.clone_plan import ClonePlan, plan_clones
+from fsdmoe.kernels.clone_plan import ClonePlan
 from fsdmoe.kernels.permute import RowPermutation
+from fsdmoe.plan.loads import rows_after_cloning
 
 BUSIEST, MEAN, HOST = "busiest", "mean", "host"
 _GOLDEN = 0.6180339887498949
@@ -68,13 +69,7 @@ class Ranks:
 
     def _cloned(self, loads_E: Tensor, policy: ClonePolicy) -> tuple[Tensor, Tensor]:
         rows_E = (loads_E.double() / loads_E.sum() * self.tokens * self.top_k).round().int()
-        plan = plan_clones(rows_E.expand(self.ep, -1), policy.slots, policy.least_rows)
-        stride = len(loads_E) // self.ep + policy.slots
-        rows_F = torch.diff(plan.ends_F, prepend=plan.ends_F.new_zeros(1))
-        rows_P = rows_F.new_zeros(self.ep).index_add(0, plan.places_F // stride, rows_F)
-        is_clone_F = plan.places_F % stride >= stride - policy.slots
-        clones_P = torch.zeros_like(rows_P).index_add(0, plan.places_F // stride, rows_F * is_clone_F)
-        return rows_P, clones_P
+        return rows_after_cloning(rows_E, self.ep, policy.slots, policy.least_rows)
 
 
 def _mean(values_L: Tensor) -> str:

@@ -9,7 +9,7 @@ from fsdmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fsdmoe.checkpoint.adapter_export import to_adapter
-    from fsdmoe.checkpoint.adapter_merge import merge_adapter
+    from fsdmoe.checkpoint.adapter_merge import MergePolicy, merge_adapter
     from fsdmoe.checkpoint.api import LoadPolicy, load, save
     from fsdmoe.checkpoint.checkpointer import Checkpointer
     from fsdmoe.checkpoint.config import RUN_FOLDER, CheckpointConfig

@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdmoe.checkpoint.adapter_export import Layout, to_adapter
-from fsdmoe.checkpoint.adapter_merge import merge_adapter
+from fsdmoe.checkpoint.adapter_merge import MergePolicy, merge_adapter
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import entries, require, retain
 from fsdmoe.checkpoint.compare import differences
@@ -426,19 +426,12 @@ def _to_adapter(options: argparse.Namespace, console: Console) -> int:
 
 
 def _merge_adapter(options: argparse.Namespace, console: Console) -> int:
+    policy = MergePolicy(
+        any_base=options.any_base, dtype=_DTYPES.get(options.dtype), requantise=options.requantise,
+        replace=options.replace, shard_bytes=int(options.shard_size * 1e9),
+    )  # fmt: skip
     with _bar(console, f"{options.source} into {options.out}", None) as step:
-        merge_adapter(
-            options.base,
-            options.source,
-            options.out,
-            name=options.adapter,
-            any_base=options.any_base,
-            dtype=_DTYPES.get(options.dtype),
-            requantise=options.requantise,
-            replace=options.replace,
-            shard_bytes=int(options.shard_size * 1e9),
-            progress=step,
-        )
+        merge_adapter(options.base, options.source, options.out, policy, name=options.adapter, progress=step)
     console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
     return 0
 

@@ -55,17 +55,30 @@ _MOST_LOST = 0.5
 """Of an update, by its norm."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergePolicy:
+    """How a merged model is written."""
+
+    any_base: bool = False
+    """Merge into the base even if the adapter's configuration names another model, or the checkpoint has
+    other weights."""
+    dtype: torch.dtype | None = None
+    """Of all weights; None keeps each one's own."""
+    requantise: bool = False
+    """Write a base in FP8 as FP8 again. Weights that the adapter leaves alone keep their codes."""
+    replace: bool = False
+    """Write also where an earlier export is, in its place once all is written."""
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    """Largest size of a file."""
+
+
 def merge_adapter(
     base: StrPath,
     adapter: StrPath,
     target: StrPath,
+    policy: MergePolicy | None = None,
     *,
     name: str = "default",
-    any_base: bool = False,
-    dtype: torch.dtype | None = None,
-    requantise: bool = False,
-    replace: bool = False,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> None:
     """Write the model of a Hugging Face folder with an adapter merged into its weights. Collective.
@@ -77,19 +90,16 @@ def merge_adapter(
         base: The folder that the adapter was trained on. A quantised one needs ``dtype`` or ``requantise``.
         adapter: A folder of peft or ``to_adapter``, or a checkpoint of a run with adapters.
         target: The folder to write. Configuration, tokenizer and generation files are those of ``base``.
+        policy: Which base is taken, and what is written.
         name: Of the adapter in a checkpoint.
-        any_base: Merge into ``base`` even if the adapter's configuration names another model, or the
-            checkpoint has other weights.
-        dtype: Of all weights; None keeps each one's own.
-        requantise: Write a base in FP8 as FP8 again. Weights that the adapter leaves alone keep their codes.
-        replace: Write also where an earlier export is, in its place once all is written.
-        shard_bytes: Largest size of a file.
         progress: Called with the number of bytes that were done since the last call.
 
     Raises:
         CheckpointError: The base is quantised and would round most of the update away, the adapter is of
             another base, or of a kind that is not merged here.
     """
+    policy = policy or MergePolicy()
+    dtype, requantise = policy.dtype, policy.requantise
     storage, called = split_address(base)
     if from_first(lambda: storage.size(called, CONFIG) is not None):
         raise CheckpointError(
@@ -103,7 +113,7 @@ def merge_adapter(
     if os.path.realpath(base) == os.path.realpath(target):
         raise CheckpointError(f"{target}: expected a folder to make, got that of the model; name another")
     _refuse_quantised(os.fspath(base), folder, dtype, requantise=requantise)
-    if not any_base:
+    if not policy.any_base:
         together(lambda: _refuse_another_base(os.fspath(adapter), os.fspath(base), config))
         if checkpoint is not None:
             other = together(lambda: other_weight(checkpoint, storage, called, folder))
@@ -140,8 +150,8 @@ def merge_adapter(
         boxes,
         stated,
         os.fspath(base),
-        replace=replace,
-        shard_bytes=shard_bytes,
+        replace=policy.replace,
+        shard_bytes=policy.shard_bytes,
         progress=progress,
     )
 

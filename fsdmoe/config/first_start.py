@@ -1,6 +1,6 @@
 """What a run began with, in a line of its kept configuration, which is otherwise that of its last start::
 
-    # First start: {"load": "/work/base", "load_only_model": true, "written": "base"}
+    # First start: {"load": "/models/base", "load_only_model": true, "written": "base"}
 
 So the command of the first start is known from another one, whatever starts came in between, and from any
 working directory.

@@ -17,10 +17,13 @@ UNEVEN = 1.25
 
 def busiest_rank(loads: Mapping[str, Tensor], ep: int, num_experts: int) -> float | None:
     """Rows that routers send to the busiest rank over the mean, averaged over layers; None where none of them
-    has any. Choices behind the first ``num_experts`` are of no rank."""
+    has any. Choices behind the first ``num_experts`` are of no rank; 1: how many there are is not known."""
     shares = []
     for load_E in loads.values():
-        load_P = load_E[:num_experts].double().unflatten(0, (ep, -1)).sum(1)
+        owned_E = load_E if num_experts == 1 else load_E[:num_experts]
+        if len(owned_E) % ep:  # of a wrapped model whose configuration says something else
+            continue
+        load_P = owned_E.double().unflatten(0, (ep, -1)).sum(1)
         share = float(load_P.amax() / load_P.mean())
         if math.isfinite(share):  # not of a layer without rows, nor of counts that are not finite
             shares.append(share)

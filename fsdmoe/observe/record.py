@@ -33,8 +33,9 @@ class RunFacts:
     ep: int = 1
     """Ranks that experts are split over."""
 
-    num_experts: int = 0
-    """Of a layer; routers may know choices behind them that are of no rank."""
+    num_experts: int = 1
+    """Of a layer, as far as the configuration says (else 1); routers may know choices behind them that are of
+    no rank."""
 
     when_uneven: str = ""
     """What to do where one of these computes far more than others; empty where it is done."""

@@ -119,7 +119,8 @@ def _cloned_skew(loads: Loads, ep: int, cloning: Cloning) -> Skew:
     before = loads.recorded.get(ep, loads.given)
     shares_NE = _shares(loads, ep, cloning.num_experts)
     counts_NE = (shares_NE * cloning.pairs).round().int()  # of each rank: all bring the same
-    busiest = [float(_rows_after_cloning(counts_E, ep, cloning).amax()) for counts_E in counts_NE]
+    rows = (rows_after_cloning(each_E, ep, cloning.slots, cloning.least_rows)[0] for each_E in counts_NE)
+    busiest = [float(rows_P.amax()) for rows_P in rows]
     share = max(1.0, sum(busiest) / len(busiest) / cloning.pairs)
     return Skew(min(share, before.time), min(share, before.memory))
 
@@ -142,9 +143,13 @@ def _shares(loads: Loads, ep: int, num_experts: int) -> Tensor:
     return (low * noise_NE).softmax(1)
 
 
-def _rows_after_cloning(counts_E: Tensor, ep: int, cloning: Cloning) -> Tensor:
-    """``[P]``: what each rank computes, of ranks that all bring ``counts_E``."""
-    plan = plan_clones(counts_E.expand(ep, -1), cloning.slots, cloning.least_rows)
+def rows_after_cloning(counts_E: Tensor, ep: int, num_slots: int, least_rows: int) -> tuple[Tensor, Tensor]:
+    """``[P]`` each: what ranks compute, and what of it is by clones, of ranks that all bring ``counts_E``."""
+    plan = plan_clones(counts_E.expand(ep, -1), num_slots, least_rows)
     rows_F = torch.diff(plan.ends_F, prepend=plan.ends_F.new_zeros(1))
-    stride = len(counts_E) // ep + cloning.slots
-    return rows_F.new_zeros(ep).index_add(0, plan.places_F // stride, rows_F)
+    stride = len(counts_E) // ep + num_slots
+    ranks_F, is_clone_F = plan.places_F // stride, plan.places_F % stride >= stride - num_slots
+    rows_P, clones_P = (
+        rows_F.new_zeros(ep).index_add(0, ranks_F, each_F) for each_F in (rows_F, rows_F * is_clone_F)
+    )
+    return rows_P, clones_P

@@ -88,7 +88,7 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
 
 def layer_view(job: Job, setting: Setting) -> LayerView:
     degrees = setting.degrees
-    num_clones = setting.experts.clones if degrees.ep > 1 else 0
+    cloning = setting.cloning(job)
     return LayerView(
         itemsize=setting.param_bytes,
         tp=degrees.tp,
@@ -100,8 +100,8 @@ def layer_view(job: Job, setting: Setting) -> LayerView:
         is_fused=not job.has_plain_layers,
         coded=_coded_parts(setting),
         keeps_rows=setting.memory.keep == "rows",
-        clones=num_clones,
-        keeps_clones=num_clones > 0 and setting.experts.clone_keep,
+        clones=0 if cloning is None else cloning.slots,
+        keeps_clones=cloning is not None and setting.experts.clone_keep,
     )
 
 
@@ -307,12 +307,12 @@ def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:
     layout = expert_layout(model, degrees.ep, degrees.etp)
     is_flex = setting.dispatcher == "flex"
     share = setting.experts.flex.rows if is_flex else setting.skew(job).memory
-    has_clones = setting.cloning(job) is not None
-    rows = received_rows(layout, setting.dispatcher, share, has_clones=has_clones)
-    if setting.experts.dispatcher == "by_node":  # what other nodes sent to be handed on
+    cloning = setting.cloning(job)
+    rows = received_rows(layout, setting.dispatcher, share, has_clones=cloning is not None)
+    if setting.dispatcher == "by_node":  # what other nodes sent to be handed on
         rows += layout.rows_between_nodes("by_node")
     width = model.moe_latent_size or model.hidden_size
     slots = 0  # of flex, for weights and gradients of clones: all layers share them
-    if is_flex and has_clones:
-        slots = setting.experts.clones * expert_numel(model) * (setting.param_bytes + FP32)
+    if is_flex and cloning is not None:
+        slots = cloning.slots * expert_numel(model) * (setting.param_bytes + FP32)
     return round(2 * rows * tokens * width * setting.param_bytes) + slots

@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from fsdmoe.config import Config
+from fsdmoe.config.checks import asked
 from fsdmoe.config.compatibility import check_compatibility, refuse_incompatible
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.divide import check_clones_stay
 from fsdmoe.huggingface.folder import hf_limits
 from fsdmoe.mesh import Degrees
 from fsdmoe.optim.config import MAX_BETA2
@@ -247,9 +249,10 @@ class _Search:
         given = self._config.experts.clones
         is_even = self._job.loads.skew(degrees.ep).time == 1
         # Whether experts of a wrapped model can be cloned is known once it is built.
-        if given or is_even or self._job.is_wrapped or not clones_reach(self._config, degrees.ep, self._gpu):
+        if given or is_even or self._job.is_wrapped:
             return (given,)
-        return (0, CLONES)
+        reach = _clones_reach(self._config, degrees.ep, degrees.world_size, self._gpu)
+        return (0, CLONES) if reach else (0,)
 
     def _first_that_fits(
         self,
@@ -399,14 +402,14 @@ def legal_degrees(config: Config, job: Job, num_gpus: int, gpu: Gpu) -> Iterator
                     for etp in _expert_splits(job, replica // ep):
                         if config.experts.dispatcher == "by_node" and not _spans_nodes(ep, etp, gpu):
                             continue
-                        if config.experts.clones and ep > 1 and not clones_reach(config, ep, gpu):
+                        if config.experts.clones and not _clones_reach(config, ep, num_gpus, gpu):
                             continue
                         yield Degrees(dp_outer, dp_shard, cp, tp, replica // (ep * etp), ep, etp)
 
 
-def clones_reach(config: Config, ep: int, gpu: Gpu) -> bool:
-    """Whether clones of experts may be sent over so many ranks: by ``flex`` within an NVLink domain."""
-    return config.experts.dispatcher != "flex" or ep <= gpu.domain
+def _clones_reach(config: Config, ep: int, num_gpus: int, gpu: Gpu) -> bool:
+    """Whether clones of experts may be sent over so many ranks."""
+    return config.experts.dispatcher != "flex" or not asked(check_clones_stay, ep, gpu.domain, num_gpus)
 
 
 def _spans_nodes(ep: int, etp: int, gpu: Gpu) -> bool:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, merge_adapter, to_adapter
 from fsdmoe.checkpoint.__main__ import main
+from fsdmoe.checkpoint.adapter_merge import MergePolicy
 from fsdmoe.checkpoint.quantised import dequantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.mesh import build_meshes
@@ -85,7 +86,7 @@ def test_an_adapter_of_other_weights_than_its_base_is_not_merged_into_it(
     checkpoint.save(tmp_path / "other", model)
     with pytest.raises(CheckpointError, match=r"trained on others .* differs"):
         merge_adapter(tmp_path / "base", tmp_path / "other", tmp_path / "wrong")
-    merge_adapter(tmp_path / "base", tmp_path / "other", tmp_path / "asked", any_base=True)
+    merge_adapter(tmp_path / "base", tmp_path / "other", tmp_path / "asked", MergePolicy(any_base=True))
     to_adapter(tmp_path / "other", tmp_path / "of_other")
     assert "was not trained on the weights in" in caplog.text
     names = [
@@ -305,13 +306,13 @@ def test_a_base_in_fp8_is_merged_as_numbers_or_in_fp8_again_where_the_update_sur
     saved(QWEN, tmp_path)
     quantise_base(tmp_path)
     base, adapter = tmp_path / "base", tmp_path / "adapter"
-    merge_adapter(base, adapter, tmp_path / "numbers", dtype=torch.float32)
-    merge_adapter(base, adapter, tmp_path / "fp8", requantise=True)
+    merge_adapter(base, adapter, tmp_path / "numbers", MergePolicy(dtype=torch.float32))
+    merge_adapter(base, adapter, tmp_path / "fp8", MergePolicy(requantise=True))
     assert "quantization_config" not in json.loads((tmp_path / "numbers/config.json").read_text())
     numbers, again = (load_file(tmp_path / name / "model.safetensors") for name in ("numbers", "fp8"))
     checkpoint.from_hf(base, tmp_path / "plain checkpoint", dtype=torch.float32)
     checkpoint.to_hf(tmp_path / "plain checkpoint", tmp_path / "plain base")
-    merge_adapter(tmp_path / "plain base", adapter, tmp_path / "expected", any_base=True)
+    merge_adapter(tmp_path / "plain base", adapter, tmp_path / "expected", MergePolicy(any_base=True))
     torch.testing.assert_close(numbers, load_file(tmp_path / "expected/model.safetensors"))
     for name, values in numbers.items():
         scale = again.get(f"{name}_scale_inv")
@@ -319,7 +320,7 @@ def test_a_base_in_fp8_is_merged_as_numbers_or_in_fp8_again_where_the_update_sur
         assert (got - values).norm() <= 0.04 * values.norm(), name
     edit(adapter / "adapter_config.json", lora_alpha=1e-3)
     with pytest.raises(CheckpointError, match=r"rounding to FP8 changes it .* times as much as the adapter"):
-        merge_adapter(base, adapter, tmp_path / "lost", requantise=True)
+        merge_adapter(base, adapter, tmp_path / "lost", MergePolicy(requantise=True))
     assert not (tmp_path / "lost").exists()
 
 

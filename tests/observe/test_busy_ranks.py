@@ -14,6 +14,8 @@ def test_the_busiest_rank_of_each_layer_counts() -> None:
     assert busiest_rank(loads, 4, 4) == pytest.approx((2 + 1.5) / 2)
     assert busiest_rank({"c": torch.zeros(4), "d": torch.full((4,), torch.nan)}, 2, 4) is None
     assert busiest_rank({"with two of no rank": torch.tensor([2.0, 2, 2, 2, 9, 9])}, 2, 4) == 1
+    assert busiest_rank(loads, 2, 1) == busiest_rank(loads, 2, 4), "the configuration does not say how many"
+    assert busiest_rank({"not of so many ranks": torch.ones(5)}, 2, 1) is None
 
 
 def test_a_run_is_told_once_and_only_where_something_can_be_done() -> None:

@@ -169,8 +169,9 @@ def kept_weights(dispatcher: str, keep: bool, frozen: Sequence[str]) -> list[int
 def test_weights_of_clones_are_kept_until_backward_and_own_ones_next_to_them_are_not(
     dispatcher: str, frozen: Sequence[str]
 ) -> None:
-    for each in run_ranks(kept_weights, 2, dispatcher, True, frozen):
-        assert each in ([0, 0, 0, 0], [0, 2, 0, 0])
+    kept = run_ranks(kept_weights, 2, dispatcher, True, frozen)
+    # With all_to_all only ranks that have clones keep some.
+    assert sorted(kept) in ([[0, 0, 0, 0], [0, 2, 0, 0]], [[0, 2, 0, 0]] * 2)
     for each in run_ranks(kept_weights, 2, dispatcher, False, frozen):
         assert each[:3] == [0, 0, 0]
 
@@ -187,6 +188,7 @@ def gradients_after_one_for_the_input(dispatcher: str) -> dict[str, float]:
             if asks_first:
                 torch.autograd.grad(loss, x_TD, retain_graph=True)
             loss.backward()
+            assert layer.dispatcher.traffic.calls["clones"] > 0
             grads.append([p.grad.full_tensor() for p in layer.experts.parameters() if p.grad is not None])
         pairs = zip(*grads, strict=True)
         found[f"{keep} {frozen}"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
