@@ -259,7 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, help="a folder of benchmarks/corpus.py")
     parser.add_argument("--curves", type=float, metavar="MINUTES", help="train both for so long instead")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--points", type=int, default=12, help="evaluations of a curve")
+    parser.add_argument("--points", type=int, default=8, help="evaluations of a curve")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no curve that would not "
                         "end within so many seconds")  # fmt: skip

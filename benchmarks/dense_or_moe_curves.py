@@ -22,7 +22,7 @@ from fsdmoe import train as program
 from fsdmoe.data import Batch, DataConfig, build_data
 
 MODELS = ("dense", "MoE")
-EVALUATED_STEPS = 16
+EVALUATED_STEPS = 8
 """Global batches of held-out rows in an evaluation."""
 COLOURS = {"dense": "#b8863b", "MoE": "#2a7f9e"}
 
@@ -82,10 +82,10 @@ def fill(curve: Curve, building: AbstractContextManager[program.Run], args: argp
 
 
 def held_out_batches(run: program.Run, corpus: Path, num_steps: int) -> list[Batch]:
-    """The same rows for every run: those of projects that nothing is trained on."""
+    """The same rows for every run, drawn from projects that nothing is trained on."""
     config = run.config
     of_files: DataConfig = replace(
-        config.data, path=str(corpus / "held_out.bin"), shuffle=False, cursors=None, holdout=0.0
+        config.data, path=str(corpus / "held_out.bin"), shuffle=True, cursors=None, holdout=0.0
     )
     rows = config.train.micro_batch_size
     stream = build_data(of_files, dp_rank=0, dp_size=1, micro_batch_size=rows, global_batch_size=rows, seed=0)
