@@ -34,6 +34,12 @@ class Recorder:
         self.pool_bytes += torch.cuda.memory_reserved(self._device) - before
         return graph
 
+    def room(self) -> int:
+        """Device memory for work without a graph: what is free, and what torch has kept of such work."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free + max(0, kept - self.pool_bytes)
+
     def random_state(self) -> bytes:
         """Another one once random numbers were drawn on the device."""
         return torch.cuda.get_rng_state(self._device).numpy().tobytes()

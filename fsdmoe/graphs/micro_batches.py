@@ -14,6 +14,10 @@ what is there, the last one finishes the reduction.
 Nothing is captured while new kinds turn up: their first runs hold activations, which would need memory in
 addition to those of the graphs. Beyond ``train.graph_shapes`` shapes, further ones run as they are.
 
+Rows of packed documents may change their shape hours after the others were captured. Where the device has no
+memory for such a micro-batch next to the graphs, these are dropped before it runs, and captured again in a
+later step; for good if there can be no graph of it.
+
 With the ``flex`` dispatcher (:mod:`fsdmoe.experts.dispatch.flex_state`) exchanges of rows are part of a
 graph; what happens when rows do not fit is not. A step that is repeated runs as it is, and so does the one
 behind it, in which the buffers of rows may become larger; graphs of the old ones are dropped then. All ranks
@@ -23,6 +27,7 @@ of an exchange know alike that this has happened.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -105,6 +110,7 @@ class GraphedMicroBatches(MicroBatches):
         self._found_new, self._is_settled = True, False
         self._detours, self._is_detour = (0, 0), False
         self._told: set[str] = set()
+        self._is_given_up = False
         self.num_replays = 0
         """Micro-batches that were replayed so far."""
 
@@ -120,15 +126,15 @@ class GraphedMicroBatches(MicroBatches):
             self._is_settled, self._found_new = not self._found_new, False
             self._follow_buffers()
             self._follow_exchanges()
-        if self._is_detour:
-            return self._eager(batch, last)
+        if self._is_detour or self._is_given_up:
+            return self._beside_graphs(batch, last)
         shape = shape_key(batch)
         kind = None if shape is None else _Kind(shape, routing.prior_load_LE is None, last, before)
         if kind is None or not before.is_at_rest or not self._is_known(kind):
             return self._first_run(batch, kind, last)
         if kind not in self._graphs:
             if not self._is_settled:
-                return self._eager(batch, last)
+                return self._beside_graphs(batch, last)
             self._capture(kind, batch)
         return self._replay(kind, batch)
 
@@ -149,16 +155,32 @@ class GraphedMicroBatches(MicroBatches):
     def _eager(self, batch: GivenBatch, last: bool) -> LossOutput:
         return super().run(*batch, last=last)
 
+    def _beside_graphs(self, batch: GivenBatch, last: bool, *, for_good: bool = False) -> LossOutput:
+        """As it is; without graphs if it does not fit next to them. It needs about what they need for as many
+        tokens."""
+        if self._graphs:
+            tokens = math.prod(batch.inputs["tokens_BS"].shape)
+            most_tokens = max(math.prod(kind.shape.tokens) for kind in self._graphs)
+            if self._recorder.room() * most_tokens < self._recorder.pool_bytes * tokens:
+                later = "for good: raise train.graph_shapes" if for_good else "and captured again later"
+                logger.info(
+                    "graphs: dropped, %s; %d tokens without a graph do not fit next to their %.2f GiB",
+                    later, tokens, self._recorder.pool_bytes / _GIB,
+                )  # fmt: skip
+                self.close()
+                self._is_settled, self._is_given_up = False, for_good
+        return self._eager(batch, last)
+
     def _is_known(self, kind: _Kind) -> bool:
         return kind in self._graphs or kind in self._seen
 
     def _first_run(self, batch: GivenBatch, kind: _Kind | None, last: bool) -> LossOutput:
         """As it is; whether it can be captured is found out."""
         if kind is None or not kind.before.is_at_rest or not self._may_capture(kind):
-            return self._eager(batch, last)
+            return self._beside_graphs(batch, last, for_good=kind is None or kind.before.is_at_rest)
         self._found_new = True
         random_before = self._recorder.random_state()
-        out = self._eager(batch, last)
+        out = self._beside_graphs(batch, last)
         if self._recorder.random_state() != random_before:
             raise ConfigError(
                 "train.graphs: expected a model that draws no random numbers in training, got one that does "

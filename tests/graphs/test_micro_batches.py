@@ -235,6 +235,34 @@ def test_shapes_beyond_the_bound_run_as_they_are_and_say_so_once() -> None:
     assert all(equal)
 
 
+def _without_room(most_shapes: int, free_bytes: int) -> tuple[list[int], list[bool]]:
+    """Graphs after each step, the fifth of which has another shape, and whether its loss is right."""
+    steps, found, equal = Steps(TinyLM(), most_shapes), [], []
+    for step in range(12):
+        length = 5 if step == 5 else 3
+        loss = steps.run(length=length, token=length).loss.item()
+        rows_BSD = steps.model.embed.weight.full_tensor()[torch.full((1, length), length)]
+        equal.append(loss == (rows_BSD.square().sum() / length).item())
+        found.append(steps.runner.num_graphs)
+        if step == 4:
+            steps.recorder.pool_bytes, steps.recorder.free_bytes = 30, free_bytes
+    return found, equal
+
+
+@pytest.mark.parametrize(
+    ("most_shapes", "free_bytes", "wanted"),
+    [(2, 49, [0, 0, 1]), (1, 49, [0, 0, 0]), (2, 50, [1, 1, 1]), (1, 50, [1, 1, 1])],
+    ids=["dropped and captured again", "given up", "room for a second shape", "room without a graph"],
+)
+def test_graphs_make_room_for_a_micro_batch_that_does_not_fit_next_to_them(
+    most_shapes: int, free_bytes: int, wanted: list[int]
+) -> None:
+    ((found, equal),) = run_ranks(_without_room, 1, most_shapes, free_bytes)
+    assert found[4] == 1
+    assert [found[5], found[6], found[11]] == wanted
+    assert all(equal)
+
+
 def _draws() -> str:
     with pytest.raises(ConfigError) as refused:
         Steps(TinyLM(noise=True)).run()
