@@ -8,6 +8,10 @@ the MoE's time of a step by the dense model's; at equal FLOPs a MoE pays where i
 step. The MoE keeps the rows of its experts for backward (``memory.keep = "rows"``); the table has the peak of
 memory of both.
 
+Curves have steps of 32,768 tokens: the dense model learns more in four minutes of these than of larger ones.
+The weights of a token's eight experts sum to 1; the MoE's are multiplied by eight there, so that it starts as
+the dense MLP does, of which its experts are parts.
+
     python benchmarks/dense_or_moe.py                         about 5 minutes on one H200
     python benchmarks/dense_or_moe.py --profile               and where a step's GPU time goes
     python benchmarks/dense_or_moe.py --compare               and the MoE with memory.keep = "values"
@@ -59,6 +63,11 @@ LARGE = {
     "model.moe_intermediate_size": "384", "model.vocab_size": "32768", "data.seq_len": "2048",
     "optim.lr": "1e-3", "optim.warmup_steps": "100",
 }  # fmt: skip
+LEARNING = {
+    "model.routed_scaling_factor": "8",
+    "experts.balance.sequence": "0", "experts.balance.micro_batch": "0.01",
+}  # fmt: skip
+"""Of the MoE whose loss counts."""
 TINY = {
     "precision.param_dtype": "float32", "model.hidden_size": "32", "model.num_hidden_layers": "2",
     "model.num_attention_heads": "2", "model.num_key_value_heads": "2", "model.head_dim": "16",
@@ -70,6 +79,7 @@ NOTHING_MORE = "MoE with values"
 """The MoE with ``memory.keep = "values"``, for ``--compare``."""
 WANTED = {65_536: 1.14, 16_384: 1.25}
 """The highest tax, by tokens of a step."""
+CURVE_TOKENS = 32_768
 WARM_UP_STEPS = 4
 SETTLING_STEPS = 60
 """Until routers have spread their tokens."""
@@ -102,6 +112,8 @@ def options(model: str, size: Size, folder: Path, args: argparse.Namespace) -> l
         keys["model.first_k_dense_replace"] = keys["model.num_hidden_layers"]
     elif model == "MoE":
         keys["memory.keep"] = "rows"
+    if model != "dense" and args.curves:
+        keys |= LEARNING
     keys |= args.others
     return ["--config", str(ROOT / "configs/quickstart.toml"), *(f"--{k}={v}" for k, v in keys.items())]
 
@@ -250,7 +262,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(WANTED), help="of a step")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a step")
     parser.add_argument("--rows", type=int, help="of a micro-batch; without it all of a step's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each model in each round")
@@ -268,6 +280,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs/results")
     parser.add_argument("--tiny", action="store_true")
     args, others = parser.parse_known_args()
+    args.tokens = args.tokens or ([CURVE_TOKENS] if args.curves else [*WANTED])
     args.others = dict(other.removeprefix("--").split("=", 1) for other in others)
     if args.tiny:
         args.seconds, args.tokens, args.rounds = 0.0, [128, 64], 2

@@ -9,19 +9,25 @@ something counts an expert's own elements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.capturing import compute_again
 from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.cloned_products import ClonesHere, JoinedGradient
+from fsdmoe.kernels.expert_autograd import Gradient
 from fsdmoe.kernels.expert_batch import all_experts_at_once, ranges_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import NO_UPDATES, ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
-from fsdmoe.kernels.quantized_linear import QuantizedLinear, weight_values
+from fsdmoe.kernels.grad_sink import sink_of
+from fsdmoe.kernels.quantized_linear import QuantizedLinear, refuse_homeless, weight_values
 from fsdmoe.precision.formats import Recipe
 from fsdmoe.precision.operand_state import Watch, watch_of
-from fsdmoe.precision.quantized_weight import scales_of
+from fsdmoe.precision.quantized_weight import decoded, scales_of
 
 
 def experts_mlp_quantized(
@@ -54,8 +60,63 @@ def _experts(
     fused = None if has_updates else _fused_for(rows, weights, policy, recipe, watches)
     if fused is not None:
         return fused.experts_mlp_rounded(*rows, weights.gate_up_E2ND, weights.down_EDN, recipe)
-    gate_up_E2ND, first_recipe = weight_values(weights.gate_up_E2ND, recipe)
-    down_EDN, second_recipe = weight_values(weights.down_EDN, recipe)
+    values = weight_values(weights.gate_up_E2ND, recipe), weight_values(weights.down_EDN, recipe)
+    return _experts_of(values, rows, weights, policy, watches, updates)
+
+
+def experts_mlp_quantized_cloned(
+    rows: Rows,
+    own: ExpertWeights,
+    joined: Sequence[Tensor],
+    clones: ClonesHere,
+    policy: ExpertPolicy,
+) -> Tensor:
+    """The same of a rank's ``own`` weights with clones behind them, whose biases have these already."""
+    recipe = policy.recipe
+    assert recipe is not None
+    first, second = [
+        (
+            _JoinedValues.apply(weight, both, clones, number),
+            recipe if scales_of(both) is None else recipe.with_weights_as_given(),
+        )
+        for number, (weight, both) in enumerate(zip(own[:2], joined, strict=True))
+    ]
+    return _experts_of((first, second), rows, own, policy, tuple(map(watch_of, policy.states)), NO_UPDATES)
+
+
+class _JoinedValues(torch.autograd.Function):
+    """What weights with clones behind them stand for, in float32. Own gradients go where they do without
+    clones."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, joined: Tensor, clones: ClonesHere, number: int) -> Tensor:
+        scales, sink = scales_of(joined), sink_of(own)
+        ctx.own = Gradient(own, sink)
+        ctx.place = len(own), clones, number
+        if scales is not None:
+            if ctx.needs_input_grad[0]:
+                refuse_homeless(sink)
+            return decoded(joined, scales, torch.float32)
+        return joined.to(torch.promote_types(joined.dtype, torch.float32), copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        own: Gradient = ctx.own
+        JoinedGradient(own, *ctx.place).put(grad)
+        return own.for_autograd, None, None, None
+
+
+def _experts_of(
+    values: tuple[tuple[Tensor, Recipe], tuple[Tensor, Recipe]],
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy,
+    watches: tuple[Watch, ...],
+    updates: LowRankUpdates,
+) -> Tensor:
+    """Of the ``values`` of both projections, each with the recipe for it; biases are in ``weights``."""
+    (gate_up_E2ND, first_recipe), (down_EDN, second_recipe) = values
     at = None if any(map(_one_by_one, watches)) else ranges_of(rows.ids_RK, len(gate_up_E2ND))
     if at is not None:
 

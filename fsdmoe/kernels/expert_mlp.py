@@ -18,12 +18,12 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``DecodedProducts``        either of these two, over values of frozen weights that are kept as codes
-``ClonedProducts``         either of these two, over clones of other ranks' experts too
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
 
 All but the last, and the emulation in plain torch, are products of one autograd function
-(``expert_autograd.py``).
+(``expert_autograd.py``). Clones of other ranks' experts are computed with a rank's own in one call
+(``cloned_experts.py``).
 
 Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP).
 """
@@ -42,7 +42,6 @@ from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
-from fsdmoe.kernels.cloned_products import ClonedProducts, ClonesHere
 from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
@@ -144,34 +143,6 @@ def _experts_mlp_coded(
     return y_RD if added_bias is None else add_weighted_bias(y_RD, rows, added_bias)
 
 
-def experts_mlp_cloned(
-    joined: ExpertWeights,
-    clones: ClonesHere,
-    rows: Rows,
-    weights: ExpertWeights,
-    policy: ExpertPolicy,
-    max_rows: int | None,
-    updates: LowRankUpdates,
-) -> Tensor:
-    """``_experts_mlp_fused`` over ``weights`` with clones behind them: ``joined``. Biases are taken from
-    there."""
-    assert updates == NO_UPDATES
-    fused = None if policy.weight_after else triton_for(rows.x_RD)
-    products: ExpertProducts = GroupedProducts(policy, max_rows)
-    gate_up_E2ND, down_EDN, gate_up_bias, added_bias = joined
-    weights = ExpertWeights(weights.gate_up_E2ND, weights.down_EDN, gate_up_bias)
-    if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        products = fused.products_of(policy, max_rows)
-    else:
-        weights = weights._replace(down_bias=added_bias)
-        added_bias = None
-    rows = Rows(*(each.contiguous() for each in rows))
-    products = ClonedProducts(products, clones, [gate_up_E2ND, down_EDN])
-    keeps_x = not policy.keeps_rows
-    y_RD = compute_experts(products, rows, weights, late=policy.late, keeps_x=keeps_x)
-    return y_RD if added_bias is None else add_weighted_bias(y_RD, rows, added_bias)
-
-
 def add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:
     """``y_r + Σ_k p b2_e``: one product of every row's weights, spread over the experts, with all biases."""
     is_here_RK = rows.ids_RK >= 0
@@ -186,26 +157,43 @@ def _experts_mlp_recipe(
 ) -> Tensor:
     recipe = policy.recipe
     assert recipe is not None
-    gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
-    refuse_other_codes(gate_up_E2ND, recipe)
-    refuse_other_codes(down_EDN, recipe)
-    plain = gate_up_bias is None and down_bias is None and not policy.weight_after
-    fused = fp8_for(rows.x_RD) if plain else None
-    if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
+    fused = fp8_kernels_for(rows, weights, policy)
+    if fused is not None:
         if updates.gate_up_a is None and updates.down_a is None:
             return fused.experts_mlp_fp8(rows, weights, policy, max_rows)
         if fused.supports_fp8_updates(weights, updates):
             return fused.experts_mlp_fp8_low_rank(rows, weights, recipe, max_rows, updates)
-    if not policy.emulate:
-        raise ConfigError(
-            f"precision.recipe: expected experts that kernels of {recipe.name} take (bfloat16 on Hopper, "
-            "hidden size and expert width multiples of 128, swiglu, no biases, routing weights before the "
-            "second projection, adapters up to rank 128 on frozen weights), got "
-            f"{rows.x_RD.dtype}, down projections {tuple(down_EDN.shape)}, "
-            f"{policy.activation}; set precision.emulate = true to compute it in plain torch (slowly), or "
-            "keep the experts out of precision.covers"
-        )
+    refuse_unless_emulated(rows, weights, policy)
     return experts_mlp_quantized(rows, weights, policy, recipe, updates)
+
+
+def fp8_kernels_for(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy) -> Any:
+    """The package :mod:`fsdmoe.kernels.gluon` where its kernels take these experts by the policy's recipe,
+    updates apart; else None."""
+    recipe = policy.recipe
+    assert recipe is not None
+    gate_up_E2ND, down_EDN, *biases = weights
+    refuse_other_codes(gate_up_E2ND, recipe)
+    refuse_other_codes(down_EDN, recipe)
+    is_plain = not policy.weight_after and all(bias is None for bias in biases)
+    fused = fp8_for(rows.x_RD) if is_plain else None
+    given = recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation
+    return fused if fused is not None and fused.supports_fp8(*given) else None
+
+
+def refuse_unless_emulated(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy) -> None:
+    """Where no kernels take these experts."""
+    if policy.emulate:
+        return
+    assert policy.recipe is not None
+    raise ConfigError(
+        f"precision.recipe: expected experts that kernels of {policy.recipe.name} take (bfloat16 on Hopper, "
+        "hidden size and expert width multiples of 128, swiglu, no biases, routing weights before the "
+        "second projection, adapters up to rank 128 on frozen weights), got "
+        f"{rows.x_RD.dtype}, down projections {tuple(weights.down_EDN.shape)}, "
+        f"{policy.activation}; set precision.emulate = true to compute it in plain torch (slowly), or "
+        "keep the experts out of precision.covers"
+    )
 
 
 def experts_mlp_reference(

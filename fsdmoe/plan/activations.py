@@ -69,8 +69,8 @@ class LayerView:
     """Experts keep their sorted rows and activations."""
     clones: int = 0
     """Slots for other ranks' experts."""
-    keeps_clones: bool = False
-    """Layers keep the weights of clones."""
+    kept_clone_bytes: int = 0
+    """Of an element of clones' weights that layers keep."""
 
     def kept_size(self, part: str) -> float:
         """Bytes of an element that only layers of this part keep."""
@@ -257,9 +257,9 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     elif crosses:
         received = rows * width * view.kept_size("experts")
         found.append(KeptTensor("rows received", received, ("dispatch",), activation="expert_input"))
-    if view.keeps_clones:
+    if view.kept_clone_bytes:
         numel = view.clones * expert_numel(model)
-        found.append(KeptTensor("weights of clones", 0, (), numel * size))
+        found.append(KeptTensor("weights of clones", 0, (), numel * view.kept_clone_bytes))
     if model.moe_latent_size:
         times = 1 if crosses or view.keeps_rows else 2
         found.append(KeptTensor("narrow rows", times * width * size))

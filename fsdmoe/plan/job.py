@@ -133,6 +133,13 @@ class Setting:
         return torch_dtype(self.precision.param_dtype).itemsize
 
     @property
+    def expert_bytes(self) -> int:
+        """Of an element of experts' weights as layers hold them: codes are sent and cloned as codes."""
+        precision = self.precision
+        is_coded = precision.quantized_weights and "experts" in precision.covers
+        return 1 if is_coded else self.param_bytes
+
+    @property
     def main_bytes(self) -> int:
         return torch_dtype(self.precision.main_dtype).itemsize
 

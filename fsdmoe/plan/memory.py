@@ -101,7 +101,7 @@ def layer_view(job: Job, setting: Setting) -> LayerView:
         coded=_coded_parts(setting),
         keeps_rows=setting.memory.keep == "rows",
         clones=0 if cloning is None else cloning.slots,
-        keeps_clones=cloning is not None and setting.experts.clone_keep,
+        kept_clone_bytes=setting.expert_bytes if cloning is not None and setting.experts.clone_keep else 0,
     )
 
 
@@ -314,5 +314,5 @@ def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:
     width = model.moe_latent_size or model.hidden_size
     slots = 0  # of flex, for weights and gradients of clones: all layers share them
     if is_flex and cloning is not None:
-        slots = cloning.slots * expert_numel(model) * (setting.param_bytes + FP32)
+        slots = cloning.slots * expert_numel(model) * (setting.expert_bytes + FP32)
     return round(2 * rows * tokens * width * setting.param_bytes) + slots

@@ -162,9 +162,9 @@ def clone_seconds(job: Job, setting: Setting, gpu: Gpu) -> LayerTraffic:
     if setting.cloning(job) is None:
         return LayerTraffic(0, 0)
     numel = expert_numel(job.model)
-    sent = experts.clones * numel * setting.param_bytes
+    sent = experts.clones * numel * setting.expert_bytes
     away = experts.clones * numel * FP32 + (0 if experts.clone_keep else sent)
-    joined = (job.model.num_experts // d.ep + experts.clones) * numel * setting.param_bytes
+    joined = (job.model.num_experts // d.ep + experts.clones) * numel * setting.expert_bytes
     copied = 2 * joined / gpu.memory_bandwidth + CLONES_SECONDS / 2
     return LayerTraffic(*(exchange_seconds(gpu, each, d.ep) + copied for each in (sent, away)))
 

@@ -80,10 +80,7 @@ class ClonesByLink:
         return bool(self.clones.experts)
 
     def send(self, weights: Sequence[Tensor]) -> list[Pending]:
-        clones = self.clones
-        return [
-            self.link.exchange(self._picked(each), clones.sent, clones.received, "clones") for each in weights
-        ]
+        return [self._send(each.detach()) for each in weights]
 
     def send_home(self, gradients: Sequence[Tensor]) -> list[Pending]:
         clones = self.clones
@@ -98,8 +95,15 @@ class ClonesByLink:
                 for expert, gradient in zip(self.clones.experts, gradients_M, strict=True):
                     total[expert] += gradient
 
+    def _send(self, weight: Tensor) -> Pending:
+        sent, received = self.clones.sent, self.clones.received
+        if weight.itemsize > 1:
+            return self.link.exchange(self._picked(weight), sent, received, "clones")
+        # Codes as bytes: not every backend knows their format.
+        wait = self.link.exchange(self._picked(weight.view(torch.uint8)), sent, received, "clones")
+        return lambda: wait().view(weight.dtype)
+
     def _picked(self, weight: Tensor) -> Tensor:
         """Without indices, which the host would have to copy to the device."""
-        weight = weight.detach()
         experts = self.clones.experts
         return torch.stack([weight[expert] for expert in experts]) if experts else weight[:0]

@@ -16,6 +16,8 @@ in which it was made).
 
 How they travel is the exchange's (:mod:`fsdmoe.experts.dispatch.clone_exchange`).
 
+Weights that are codes travel as codes, with their scales.
+
 Ties save the weights of clones for backward. With ``experts.clone_keep = false`` they save nothing: weights
 are sent again when the gradients of outputs are there, which the first tie in backward starts.
 """
@@ -23,7 +25,7 @@ are sent again when the gradients of outputs are there, which the first tie in b
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +35,37 @@ from torch import Tensor
 from fsdmoe.autograd import once_differentiable
 from fsdmoe.experts.dispatch.clone_exchange import CloneExchange
 from fsdmoe.experts.dispatch.transfer import Pending
-from fsdmoe.kernels.expert_mlp import ExpertFunction, experts_mlp_cloned
+from fsdmoe.kernels.cloned_experts import experts_mlp_cloned
+from fsdmoe.kernels.expert_mlp import ExpertFunction
 from fsdmoe.kernels.expert_operands import ExpertWeights
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.quantized_linear import refuse_homeless
+from fsdmoe.precision.quantized_weight import QuantizedWeight, scales_of
+
+_PROJECTIONS = ExpertWeights._fields[:2]
+
+
+def _travelling(own: ExpertWeights) -> dict[str, Tensor]:
+    """Weights and biases by their names, then the scales of projections that are codes."""
+    found = {name: weight for name, weight in own._asdict().items() if weight is not None}
+    for name in _PROJECTIONS:
+        scales = scales_of(found[name])
+        if scales is not None:
+            found[_scales_name(name)] = scales.scales
+    return found
+
+
+def _scales_name(projection: str) -> str:
+    return f"{projection}.scales"
+
+
+def _is_bias(name: str) -> bool:
+    return name.endswith("bias")
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Gradients of weights of that type, codes included."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _CloneGrad:
@@ -43,7 +73,7 @@ class _CloneGrad:
 
     def __init__(self, like: Tensor) -> None:
         self._shape = like.shape
-        self._dtype = torch.promote_types(like.dtype, torch.float32)
+        self._dtype = _summed_in(like.dtype)
         self._device = like.device
         self.buffer: Tensor | None = None
 
@@ -70,8 +100,9 @@ class _CloneTransit:
     while a backward uses them."""
 
     exchange: CloneExchange
-    own: tuple[Tensor, ...]
-    """Parameters: their owner keeps them, and has them in place when backward runs."""
+    own: dict[str, Tensor]
+    """What travels (:func:`_travelling`): parameters and scales. Their owner keeps them, and has them in
+    place when backward runs."""
     keeps: bool
     """Ties save the weights of clones."""
     outbound: list[Pending] = field(default_factory=list)
@@ -83,7 +114,7 @@ class _CloneTransit:
     task: int = -1
     """The backward that the following is of."""
     here: Sequence[Tensor] = ()
-    """Weights of clones that were saved."""
+    """What was saved of clones: all but biases."""
     again: list[Pending] | None = None
     """Those that were sent again, under way or here."""
     joined: tuple[Tensor, Tensor] | None = None
@@ -92,7 +123,11 @@ class _CloneTransit:
     """Chunks that need them no more."""
 
     def send(self) -> list[Pending]:
-        return self.exchange.send(self.own)
+        return self.exchange.send([*self.own.values()])
+
+    @property
+    def kept_names(self) -> list[str]:
+        return [name for name in self.own if not _is_bias(name)]
 
     def begin_backward(self, saved: Sequence[Tensor]) -> None:
         """A tie is reached, before the experts whose outputs it tied."""
@@ -109,8 +144,13 @@ class _CloneTransit:
     def joined_again(self) -> tuple[Tensor, Tensor]:
         """See :class:`~fsdmoe.kernels.cloned_products.ClonesHere`."""
         if self.joined is None:
-            received = self.here if self.again is None else [wait() for wait in self.again]
-            gate_up, down = map(_behind, self.own[:2], received)
+            if self.again is None:
+                received = dict(zip(self.kept_names, self.here, strict=True))
+            else:
+                received = dict(zip(self.own, [wait() for wait in self.again], strict=True))
+            # Without a history: gradients of both have places of their own.
+            both = {name: torch.cat((self.own[name].detach(), received[name])) for name in self.kept_names}
+            gate_up, down = (_with_scales(self.own[name], both, name) for name in _PROJECTIONS)
             self.joined = gate_up, down
         return self.joined
 
@@ -133,7 +173,7 @@ class _CloneTransit:
         """Of weights that need some, which all ranks know alike."""
         taken = [
             sink.take(given)
-            for sink, given, weight in zip(self.grads, gradients, self.own, strict=True)
+            for sink, given, weight in zip(self.grads, gradients, self.own.values(), strict=True)
             if weight.requires_grad
         ]
         self.homebound = self.exchange.send_home(taken)
@@ -145,10 +185,8 @@ class CloneWeights:
     def __init__(self, exchange: CloneExchange, own: ExpertWeights, *, keep: bool) -> None:
         """Starts the exchange. To be called before rows are waited for: so in backward gradients are added
         once the experts' own are there, and before the layer is done."""
-        sent = tuple(weight for weight in own if weight is not None)
-        self._has = [weight is not None for weight in own]
-        self._transit = _CloneTransit(exchange, sent, keep)
-        self._handle: Tensor = _Send.apply(self._transit, *sent)
+        self._transit = _CloneTransit(exchange, _travelling(own), keep)
+        self._handle: Tensor = _Send.apply(self._transit, *self._transit.own.values())
         self._is_waited_for = False
         self._kept: list[Tensor] = []
         self._mlp: ExpertFunction | None = None
@@ -160,18 +198,19 @@ class CloneWeights:
             return self._mlp
         self._is_waited_for = True
         transit = self._transit
-        num_here = transit.exchange.num_here
+        own, num_here, kept = transit.own, transit.exchange.num_here, transit.kept_names
         # Own ones are copied while rows and clones are under way.
-        joined = [_with_slots(weight, num_here) for weight in transit.own[:2]] if num_here else []
-        *received, self._handle = _Receive.apply(transit, self._handle)
+        both = {name: _with_slots(own[name], num_here) for name in kept} if num_here else {}
+        *landed, self._handle = _Receive.apply(transit, self._handle)
         if num_here:
+            received = dict(zip(own, landed, strict=True))
             if transit.keeps:
-                self._kept = [weight.detach() for weight in received[:2]]
-            for both, clones in zip(joined, received, strict=False):
-                both[-num_here:] = clones.detach()
-            joined += [torch.cat(pair) for pair in zip(transit.own[2:], received[2:], strict=True)]
-            weights = ExpertWeights._make(joined.pop(0) if has else None for has in self._has)
-            self._mlp = functools.partial(experts_mlp_cloned, weights, transit)
+                self._kept = [received[name].detach() for name in kept]
+            for name in kept:
+                both[name][-num_here:] = received[name].detach()
+            joined = {name: _with_scales(own[name], both, name) for name in _PROJECTIONS}
+            joined |= {name: torch.cat((own[name], received[name])) for name in own if _is_bias(name)}
+            self._mlp = functools.partial(experts_mlp_cloned, ExpertWeights(**joined), transit)
         return self._mlp
 
     def tie(self, y_RD: Tensor) -> Tensor:
@@ -187,9 +226,13 @@ def _with_slots(own: Tensor, num_clones: int) -> Tensor:
     return joined
 
 
-def _behind(own: Tensor, clones: Tensor) -> Tensor:
-    """Without a history: gradients of both have places of their own."""
-    return torch.cat((own.detach(), clones.detach()))
+def _with_scales(own: Tensor, both: Mapping[str, Tensor], name: str) -> Tensor:
+    """A projection with clones behind it, of ``both``: as codes with scales where its ``own`` are."""
+    scales = scales_of(own)
+    if scales is None:
+        return both[name]
+    joined = scales._replace(scales=both[_scales_name(name)], transposed=None)
+    return QuantizedWeight(both[name], requires_grad=False, scales=joined)
 
 
 class _Send(torch.autograd.Function):
@@ -198,7 +241,7 @@ class _Send(torch.autograd.Function):
         ctx.transit = transit
         ctx.sinks = [sink_of(weight) for weight in weights]
         transit.outbound = transit.send()
-        return weights[0].new_empty(0)
+        return torch.empty(0, device=weights[0].device)  # not of codes, which have no gradients
 
     @staticmethod
     @once_differentiable
@@ -208,7 +251,7 @@ class _Send(torch.autograd.Function):
         homebound, transit.homebound = transit.homebound, None
         totals = [
             _OwnGrad(weight, sink, exchange.are_away) if weight.requires_grad else None
-            for weight, sink in zip(transit.own, ctx.sinks, strict=True)
+            for weight, sink in zip(transit.own.values(), ctx.sinks, strict=True)
         ]
         exchange.add_home(homebound, [each.total for each in totals if each is not None])
         return None, *[None if each is None else each.for_autograd() for each in totals]
@@ -220,11 +263,12 @@ class _OwnGrad:
     def __init__(self, weight: Tensor, sink: GradSink | None, wanted: bool) -> None:
         self._dtype = weight.dtype
         self._is_new = wanted and sink is None
+        if self._is_new and scales_of(weight) is not None:
+            refuse_homeless(sink)
         self.total: Tensor | None = None
         """None where nothing is to be added."""
         if self._is_new:
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            self.total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+            self.total = torch.zeros(weight.shape, dtype=_summed_in(weight.dtype), device=weight.device)
         elif wanted and sink is not None and (claimed := sink.claim()) is not None:
             self.total, accumulate = claimed
             if not accumulate:
@@ -252,7 +296,7 @@ class _Receive(torch.autograd.Function):
         transit: _CloneTransit = ctx.transit
         transit.release()  # where this rank has no clones, nobody else did
         transit.send_home(gradients[:-1])
-        return None, transit.own[0].new_empty(0)
+        return None, torch.empty(0, device=transit.own["gate_up_E2ND"].device)
 
 
 class _Tie(torch.autograd.Function):

@@ -6,4 +6,4 @@ later with its ``experimental`` package: import this package only once chosen.
 # ruff: noqa: F401  what ``fp8_for`` hands out
 
 from fsdmoe.kernels.gluon.fp8_low_rank import experts_mlp_fp8_low_rank, supports_fp8_updates
-from fsdmoe.kernels.gluon.fp8_mlp import experts_mlp_fp8, supports_fp8
+from fsdmoe.kernels.gluon.fp8_mlp import experts_mlp_fp8, fp8_products, supports_fp8

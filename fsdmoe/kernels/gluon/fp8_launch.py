@@ -178,11 +178,22 @@ def gate_up(
 
 
 def weight_grad(
-    left: Codes, right: Codes, row_map: RowMap, out_EAB: torch.Tensor, *, accumulate: bool
+    left: Codes,
+    right: Codes,
+    row_map: RowMap,
+    out_EAB: torch.Tensor,
+    *,
+    accumulate: bool,
+    first_expert: int = 0,
 ) -> None:
-    """Write or add ``left^T @ right`` of each expert's rows into ``out`` (contiguous, fp32 or bf16).
+    """Write or add ``left^T @ right`` of each expert's rows into ``out`` (contiguous, fp32 or bf16), which is
+    that of the experts from ``first_expert`` on.
 
     Panels ``[M/128, A, 128]`` with scales ``[M/128, A]``, and ``[M/128, B, 128]`` with ``[E, B/128]``."""
     store = ADD if accumulate else BULK if out_EAB.dtype == torch.bfloat16 else OVERWRITE
-    _, a, b = out_EAB.shape
+    num_experts, a, b = out_EAB.shape
+    if num_experts < row_map.num_experts:
+        some = slice(first_expert, first_expert + num_experts)
+        row_map = row_map._replace(offsets=row_map.offsets[first_expert:], counts_E=row_map.counts_E[some])
+        right = right._replace(scales=right.scales[some])
     _launch((left, right), (out_EAB, None), row_map, (a, b, 1), (WEIGHT_GRAD, store, VALUES))

@@ -26,6 +26,7 @@ Sizes: R rows in, K choices a row, D hidden size, N expert width, E experts, M s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.grad_sink import sink_of
+from fsdmoe.kernels.quantized_linear import refuse_homeless
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import (
     Codes,
@@ -186,14 +188,16 @@ class BlockwiseProducts(NamedTuple):
     def wgrad(self, operands: PanelOperands, grads: Grads) -> None:
         dy_RD, act, dpre, x_RD, x_scales_EB, row_map = operands
         power_of_two = self.power_of_two
-        if grads.down_EDN is not None and (place := grads.down_EDN.place()) is not None:
+        if grads.down_EDN is not None and (places := grads.down_EDN.places()):
             dy = gather_panels(dy_RD, row_map, power_of_two=power_of_two)
-            gemm.weight_grad(dy, act[0], row_map, place[0], accumulate=place[1])
+            for first, out, accumulate in places:
+                gemm.weight_grad(dy, act[0], row_map, out, accumulate=accumulate, first_expert=first)
             del dy
         act.clear()
-        if grads.gate_up_E2ND is not None and (place := grads.gate_up_E2ND.place()) is not None:
+        if grads.gate_up_E2ND is not None and (places := grads.gate_up_E2ND.places()):
             x = gather_panels(x_RD, row_map, power_of_two=power_of_two, scales_EB=x_scales_EB)
-            gemm.weight_grad(dpre, x, row_map, place[0], accumulate=place[1])
+            for first, out, accumulate in places:
+                gemm.weight_grad(dpre, x, row_map, out, accumulate=accumulate, first_expert=first)
 
     def gate_up_dgrad(self, operands: tuple[Codes, Codes, RowMap], given: Given, grads: Grads) -> None:
         dpre, gate_up, row_map = operands
@@ -223,6 +227,20 @@ def _pre_activation(kept: KeptPanels, dact_MN: Tensor) -> Tensor:
     return decode_rows(kept.pre, kept.pre_scales, dact_MN.dtype).view(2, *dact_MN.shape)
 
 
+def fp8_products(
+    own: ExpertWeights, weights: Iterable[Tensor], policy: ExpertPolicy, max_rows: int | None
+) -> BlockwiseProducts:
+    """Of both ``weights``, which may have clones behind a rank's ``own``."""
+    for weight in own[:2]:
+        if scales_of(weight) is not None and weight.requires_grad and torch.is_grad_enabled():
+            refuse_homeless(sink_of(weight))
+    assert policy.recipe is not None
+    power_of_two = blockwise_scale(policy.recipe) == "power_of_two"
+    keeps_x = not (policy.keeps_codes and policy.has_own_rows)
+    gate_up, down = map(scales_of, weights)
+    return BlockwiseProducts(power_of_two, max_rows, gate_up, down, policy.keeps_codes, keeps_x)
+
+
 def experts_mlp_fp8(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None = None
 ) -> Tensor:
@@ -230,14 +248,6 @@ def experts_mlp_fp8(
     weights.
 
     ``max_rows`` bounds how many ids are not -1; one that proves too small gives NaN, not a partial sum."""
-    gate_up_E2ND, down_EDN, *_ = weights
-    scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
-    for weight, found in zip((gate_up_E2ND, down_EDN), scales, strict=True):
-        if found is not None and weight.requires_grad and torch.is_grad_enabled() and sink_of(weight) is None:
-            raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
-    assert policy.recipe is not None
-    power_of_two = blockwise_scale(policy.recipe) == "power_of_two"
-    keeps_x = not (policy.keeps_codes and policy.has_own_rows)
+    products = fp8_products(weights, weights[:2], policy, max_rows)
     rows = Rows(*(each.contiguous() for each in rows))
-    products = BlockwiseProducts(power_of_two, max_rows, *scales, policy.keeps_codes, keeps_x)
-    return compute_experts(products, rows, ExpertWeights(gate_up_E2ND, down_EDN), keeps_x=keeps_x)
+    return compute_experts(products, rows, ExpertWeights(*weights[:2]), keeps_x=products.keeps_x)

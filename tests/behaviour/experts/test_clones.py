@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
@@ -22,6 +23,7 @@ from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.fsdp import FSDPPolicy, fully_shard
 from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.quantized_layers import apply_recipe
 from fsdmoe.testing import run_ranks
 from tests.behaviour.test_layouts import losses
 from tests.support import parallel_case
@@ -199,6 +201,74 @@ def gradients_after_one_for_the_input(dispatcher: str) -> dict[str, float]:
 def test_a_gradient_of_the_input_alone_leaves_nothing_for_the_next_backward(dispatcher: str) -> None:
     for found in run_ranks(gradients_after_one_for_the_input, 2, dispatcher):
         assert max(found.values()) < 1e-5, found
+
+
+class _Model(nn.Module):
+    """One layer, numbered as those are that a recipe covers."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.layers[0](x_TD, RoutingContext())[0]
+
+
+def _step_by_recipe(recipe: str, is_coded: bool, **keys: Any) -> tuple[list[Tensor], dict[str, int]]:
+    """Output, the gradient of the input, and those of weights; and what was sent."""
+    torch.manual_seed(0)
+    layer = MoE(Router(RouterSpec(num_experts=8, top_k=2), 64), GroupedExperts(8, 64, 32))
+    with torch.no_grad():
+        layer.gate.weight[:2] *= 5
+    is_recomputed = keys.pop("recompute", False)
+    meshes = build_meshes(ep=2)
+    parallelize_experts(layer, meshes, flex=FlexPolicy(rows=8.0), **keys)
+    precision = PrecisionConfig(param_dtype="float32")
+    if recipe != "bf16":
+        precision = replace(
+            precision, recipe=recipe, emulate=True, covers=("experts",), quantized_weights=is_coded
+        )
+    apply_recipe(_Model(layer), precision)
+    layer.experts.policy = layer.experts.policy._replace(recompute=is_recomputed)
+    model = fully_shard(_Model(layer), meshes, FSDPPolicy(precision=precision))
+    x_TD = _rows()
+    y_TD = model(x_TD)
+    (y_TD * torch.linspace(0.5, 1.5, 64)).sum().backward()
+    assert x_TD.grad is not None
+    grads = [p.grad.full_tensor() for p in layer.experts.parameters() if p.grad is not None]
+    return [y_TD.detach(), x_TD.grad, *grads], dict(layer.dispatcher.traffic.bytes_sent)
+
+
+def clones_by_recipe(recipe: str, is_coded: bool) -> list[tuple[list[bool], list[float], int]]:
+    """With clones in every way: whether output and the gradient of the input are those without; errors of
+    weights' gradients over those without, from what no recipe gives; and bytes of clones."""
+    exact, _ = _step_by_recipe("bf16", False, dispatcher="all_to_all")
+    found = []
+    for number, (dispatcher, keep) in enumerate(itertools.product(("all_to_all", "flex"), (True, False))):
+        keys: dict[str, Any] = {"dispatcher": dispatcher, "chunks": 1 + number % 2, "recompute": number == 3}
+        plain, _ = _step_by_recipe(recipe, is_coded, **keys)
+        cloned, sent = _step_by_recipe(recipe, is_coded, clones=TWO._replace(keep=keep), **keys)
+        errors = [
+            float((mine - true).norm() / (theirs - true).norm())
+            for mine, theirs, true in zip(cloned[2:], plain[2:], exact[2:], strict=True)
+        ]
+        same = [torch.equal(*pair) for pair in zip(cloned[:2], plain[:2], strict=True)]
+        found.append((same, errors, sent["clones"] // (1 if keep else 2)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_coded"),
+    [("fp8_blockwise", True), ("mxfp8", False), pytest.param("fp8_blockwise", False, marks=pytest.mark.full)],
+)
+def test_clones_are_as_exact_as_a_recipe_without_them_and_codes_travel(recipe: str, is_coded: bool) -> None:
+    of_expert = 3 * 32 * 64
+    found = [each for of_rank in run_ranks(clones_by_recipe, 2, recipe, is_coded) for each in of_rank]
+    for same, errors, sent in found:
+        assert all(same)
+        assert 0.8 < min(errors) <= max(errors) < 1.3, errors
+        assert sent in (0, of_expert + 8 if is_coded else 4 * of_expert)
+    assert sum(sent > 0 for _, _, sent in found) == 4, "of one of both ranks, each time"
 
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ pytestmark = requires_nccl
 WORLD_SIZE = 4
 
 
-CLONE_CHECKS = ("clones", "clones_bf16", "clones_graph", "clones_model")
+CLONE_CHECKS = ("clones", "clones_bf16", "clones_fp8", "clones_graph", "clones_model")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,10 @@ def test_clones_equal_one_process(clone_results: Path) -> None:
 
 def test_clones_by_the_kernels_for_bf16_repeat_bit_by_bit_and_nobody_waits(clone_results: Path) -> None:
     check(clone_results, "clones_bf16")
+
+
+def test_clones_by_the_kernels_for_fp8_are_as_exact_as_without(clone_results: Path) -> None:
+    check(clone_results, "clones_fp8")
 
 
 def test_a_captured_layer_with_clones_replays_other_tokens(clone_results: Path) -> None:
