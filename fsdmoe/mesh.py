@@ -97,6 +97,11 @@ class Meshes:
         """The process group of this rank along ``axis``."""
         return self._own_groups.get(axis) or self._by_axis[axis].get_group()
 
+    def add_up(self, tensor: torch.Tensor, axis: Axis) -> None:
+        """Sum ``tensor`` in place over the ranks along ``axis``. A rank that is alone calls no collective."""
+        if self.size(axis) > 1:
+            dist.all_reduce(tensor, group=self.group(axis))
+
     def size(self, axis: Axis) -> int:
         """The number of ranks along ``axis``."""
         return self._by_axis[axis].size()

@@ -176,8 +176,8 @@ class Run:
             loss += out.cross_entropy
             loads_LE = out.loads_LE if loads_LE is None else loads_LE + out.loads_LE
         norm = clip_grad_norm(self.model, self.max_norm, self.scaler)
-        dist.all_reduce(loss, group=self.meshes.group(Axis.LOSS))
-        dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
+        self.meshes.add_up(loss, Axis.LOSS)
+        self.meshes.add_up(loads_LE, Axis.WORLD)
         # The step's one wait for the device.
         loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
         is_finite = math.isfinite(loss_value + norm_value)

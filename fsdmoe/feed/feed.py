@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.context_parallel.attention import ContextAttention
@@ -186,7 +185,7 @@ class Feed:
             for count, each in zip(counts, inputs, strict=True)
         ]
         total = torch.stack(counts).sum(0)
-        dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
+        self._meshes.add_up(total, Axis.LOSS)
         return total
 
     @torch.no_grad()
@@ -207,7 +206,7 @@ class Feed:
                 total += out.cross_entropy.double() * counts.loss_tokens
             num_tokens += counted[1]  # not the divisor, which is one where no token has a loss
         model.train()
-        dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
+        self._meshes.add_up(total, Axis.LOSS)
         if not num_tokens.item():
             raise ConfigError(
                 "data.holdout: expected held-out rows with tokens that have a loss, got none; raise "

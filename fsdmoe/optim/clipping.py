@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.fsdp import Engine, engine_of
@@ -70,11 +69,11 @@ def grad_norm(model: nn.Module, scaler: LossScaler | None = None) -> GradNorm:
         if found:
             squares[index] = torch.stack(found).square().sum()
     if scaler is None or not scaler.enabled:
-        dist.all_reduce(squares, group=meshes.group(Axis.FSDP_TP))
+        meshes.add_up(squares, Axis.FSDP_TP)
         return GradNorm(squares.sum().sqrt(), *squares.sqrt().unbind())
     # Over the replicas too, though they have the same gradients: all ranks need the same bits to decide
     # alike.
-    dist.all_reduce(squares, group=meshes.group(Axis.WORLD))
+    meshes.add_up(squares, Axis.WORLD)
     squares = torch.stack((squares.sum(), *squares)) / meshes.size(Axis.DP_OUTER)
     return GradNorm(*(squares.sqrt() / scaler.value).unbind())
 
