@@ -34,7 +34,7 @@ class Recorder:
         self.pool_bytes += torch.cuda.memory_reserved(self._device) - before
         return graph
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Device memory for work without a graph: what is free, and what torch has kept of such work."""
         free, _ = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)

@@ -161,7 +161,7 @@ class GraphedMicroBatches(MicroBatches):
         if self._graphs:
             tokens = math.prod(batch.inputs["tokens_BS"].shape)
             most_tokens = max(math.prod(kind.shape.tokens) for kind in self._graphs)
-            if self._recorder.room() * most_tokens < self._recorder.pool_bytes * tokens:
+            if self._recorder.free_bytes() * most_tokens < self._recorder.pool_bytes * tokens:
                 later = "for good: raise train.graph_shapes" if for_good else "and captured again later"
                 logger.info(
                     "graphs: dropped, %s; %d tokens without a graph do not fit next to their %.2f GiB",

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.expert_autograd import ExpertProducts, Given, Gradient, Grads
+from fsdmoe.kernels.grad_sink import refuse_homeless, sink_of
+from fsdmoe.precision.quantized_weight import decoded, scales_of
 
 
 class ClonesHere(Protocol):
@@ -47,6 +51,33 @@ class JoinedGradient:
         buffer, accumulate = self._clones.grad_place(self._number)
         clones = gradient[self._num_own :]
         buffer.add_(clones) if accumulate else buffer.copy_(clones)
+
+
+def joined_values(own: Tensor, joined: Tensor, clones: ClonesHere, number: int) -> Tensor:
+    """What weights with clones behind them stand for, in float32. Own gradients go where they do without
+    clones."""
+    values: Tensor = _JoinedValues.apply(own, joined, clones, number)
+    return values
+
+
+class _JoinedValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, joined: Tensor, clones: ClonesHere, number: int) -> Tensor:
+        scales, sink = scales_of(joined), sink_of(own)
+        ctx.own = Gradient(own, sink)
+        ctx.place = len(own), clones, number
+        if scales is not None:
+            if ctx.needs_input_grad[0]:
+                refuse_homeless(sink)
+            return decoded(joined, scales, torch.float32)
+        return joined.to(torch.promote_types(joined.dtype, torch.float32), copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        own: Gradient = ctx.own
+        JoinedGradient(own, *ctx.place).put(grad)
+        return own.for_autograd, None, None, None
 
 
 class ClonedProducts(NamedTuple):

@@ -12,22 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
 from fsdmoe.capturing import compute_again
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.cloned_products import ClonesHere, JoinedGradient
-from fsdmoe.kernels.expert_autograd import Gradient
+from fsdmoe.kernels.cloned_products import ClonesHere, joined_values
 from fsdmoe.kernels.expert_batch import all_experts_at_once, ranges_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import NO_UPDATES, ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
-from fsdmoe.kernels.grad_sink import sink_of
-from fsdmoe.kernels.quantized_linear import QuantizedLinear, refuse_homeless, weight_values
+from fsdmoe.kernels.quantized_linear import QuantizedLinear, weight_values
 from fsdmoe.precision.formats import Recipe
 from fsdmoe.precision.operand_state import Watch, watch_of
-from fsdmoe.precision.quantized_weight import decoded, scales_of
+from fsdmoe.precision.quantized_weight import scales_of
 
 
 def experts_mlp_quantized(
@@ -76,35 +72,12 @@ def experts_mlp_quantized_cloned(
     assert recipe is not None
     first, second = [
         (
-            _JoinedValues.apply(weight, both, clones, number),
+            joined_values(weight, both, clones, number),
             recipe if scales_of(both) is None else recipe.with_weights_as_given(),
         )
         for number, (weight, both) in enumerate(zip(own[:2], joined, strict=True))
     ]
     return _experts_of((first, second), rows, own, policy, tuple(map(watch_of, policy.states)), NO_UPDATES)
-
-
-class _JoinedValues(torch.autograd.Function):
-    """What weights with clones behind them stand for, in float32. Own gradients go where they do without
-    clones."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, joined: Tensor, clones: ClonesHere, number: int) -> Tensor:
-        scales, sink = scales_of(joined), sink_of(own)
-        ctx.own = Gradient(own, sink)
-        ctx.place = len(own), clones, number
-        if scales is not None:
-            if ctx.needs_input_grad[0]:
-                refuse_homeless(sink)
-            return decoded(joined, scales, torch.float32)
-        return joined.to(torch.promote_types(joined.dtype, torch.float32), copy=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own: Gradient = ctx.own
-        JoinedGradient(own, *ctx.place).put(grad)
-        return own.for_autograd, None, None, None
 
 
 def _experts_of(

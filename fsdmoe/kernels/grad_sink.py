@@ -67,3 +67,12 @@ def deliver(gradient: torch.Tensor, sink: GradSink | None, dtype: torch.dtype) -
         buffer, accumulate = claimed
         buffer.add_(gradient) if accumulate else buffer.copy_(gradient)
     return None
+
+
+def refuse_homeless(sink: GradSink | None) -> None:
+    """Of a gradient that is wanted of a weight in codes."""
+    if sink is None:
+        raise RuntimeError(
+            "the gradient of a quantised weight has no place to go: it is not sharded, or "
+            "its model is split by DTensors; set precision.quantized_weights = false"
+        )

@@ -23,7 +23,7 @@ from fsdmoe.kernels.backend import takes_fp8_products, triton_for
 from fsdmoe.kernels.fp8_linear import KeptCodes, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
-from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
+from fsdmoe.kernels.grad_sink import deliver, refuse_homeless, sink_of
 from fsdmoe.kernels.products import Products
 from fsdmoe.precision.formats import Product, Recipe
 from fsdmoe.precision.operand_state import UNWATCHED, OperandState, Watch, watch_of
@@ -149,15 +149,6 @@ class _Values(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> None:
         refuse_homeless(ctx.sink)
         deliver(grad, ctx.sink, grad.dtype)
-
-
-def refuse_homeless(sink: GradSink | None) -> None:
-    """Of a gradient that is wanted of a weight in codes."""
-    if sink is None:
-        raise RuntimeError(
-            "the gradient of a quantised weight has no place to go: it is not sharded, or "
-            "its model is split by DTensors; set precision.quantized_weights = false"
-        )
 
 
 class QuantizedLinear(torch.autograd.Function):

@@ -235,7 +235,7 @@ def test_shapes_beyond_the_bound_run_as_they_are_and_say_so_once() -> None:
     assert all(equal)
 
 
-def _without_room(most_shapes: int, free_bytes: int) -> tuple[list[int], list[bool]]:
+def _out_of_memory(most_shapes: int, free_bytes: int) -> tuple[list[int], list[bool]]:
     """Graphs after each step, the fifth of which has another shape, and whether its loss is right."""
     steps, found, equal = Steps(TinyLM(), most_shapes), [], []
     for step in range(12):
@@ -245,19 +245,19 @@ def _without_room(most_shapes: int, free_bytes: int) -> tuple[list[int], list[bo
         equal.append(loss == (rows_BSD.square().sum() / length).item())
         found.append(steps.runner.num_graphs)
         if step == 4:
-            steps.recorder.pool_bytes, steps.recorder.free_bytes = 30, free_bytes
+            steps.recorder.pool_bytes, steps.recorder.free = 30, free_bytes
     return found, equal
 
 
 @pytest.mark.parametrize(
     ("most_shapes", "free_bytes", "wanted"),
     [(2, 49, [0, 0, 1]), (1, 49, [0, 0, 0]), (2, 50, [1, 1, 1]), (1, 50, [1, 1, 1])],
-    ids=["dropped and captured again", "given up", "room for a second shape", "room without a graph"],
+    ids=["dropped and captured again", "given up", "fits a second shape", "fits without a graph"],
 )
-def test_graphs_make_room_for_a_micro_batch_that_does_not_fit_next_to_them(
+def test_graphs_give_way_to_a_micro_batch_that_does_not_fit_next_to_them(
     most_shapes: int, free_bytes: int, wanted: list[int]
 ) -> None:
-    ((found, equal),) = run_ranks(_without_room, 1, most_shapes, free_bytes)
+    ((found, equal),) = run_ranks(_out_of_memory, 1, most_shapes, free_bytes)
     assert found[4] == 1
     assert [found[5], found[6], found[11]] == wanted
     assert all(equal)

@@ -93,11 +93,11 @@ class EchoRecorder:
     """``fsdmoe.graphs.device_graph.Recorder`` on any device."""
 
     pool_bytes = 0
-    free_bytes = 0
-    """Of the device."""
+    free = 0
+    """Bytes of the device."""
 
-    def room(self) -> int:
-        return self.free_bytes
+    def free_bytes(self) -> int:
+        return self.free
 
     def __init__(self, engine: Engine, flex: FlexState | None = None) -> None:
         """With ``flex`` all ranks have to record at the same time: what they send decides over sizes."""

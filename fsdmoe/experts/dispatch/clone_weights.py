@@ -38,8 +38,7 @@ from fsdmoe.experts.dispatch.transfer import Pending
 from fsdmoe.kernels.cloned_experts import experts_mlp_cloned
 from fsdmoe.kernels.expert_mlp import ExpertFunction
 from fsdmoe.kernels.expert_operands import ExpertWeights
-from fsdmoe.kernels.grad_sink import GradSink, sink_of
-from fsdmoe.kernels.quantized_linear import refuse_homeless
+from fsdmoe.kernels.grad_sink import GradSink, refuse_homeless, sink_of
 from fsdmoe.precision.quantized_weight import QuantizedWeight, scales_of
 
 _PROJECTIONS = ExpertWeights._fields[:2]

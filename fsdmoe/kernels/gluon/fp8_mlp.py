@@ -36,8 +36,7 @@ from fsdmoe.kernels.expert_autograd import Given, Grads, compute_experts
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
-from fsdmoe.kernels.grad_sink import sink_of
-from fsdmoe.kernels.quantized_linear import refuse_homeless
+from fsdmoe.kernels.grad_sink import refuse_homeless, sink_of
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import (
     Codes,
