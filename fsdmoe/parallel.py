@@ -27,7 +27,7 @@ from fsdmoe import checkpoint as checkpoints
 from fsdmoe.all_ranks import require_alike
 from fsdmoe.auto_model import ModelKind, NativeKind, kind_of
 from fsdmoe.config import Config
-from fsdmoe.config.compatibility import has_rows_with, refuse_sections
+from fsdmoe.config.compatibility import has_rows_with, own_where_needed, refuse_sections
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.flex import FlexDispatcher, share_state
@@ -36,7 +36,6 @@ from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_codes
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import has_factors, peel
-from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.huggingface.routing import policies_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
@@ -94,6 +93,7 @@ class ParallelPolicy:
     """The same of wrapped models."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", own_where_needed(self.sections()))
         check_recipe(self.precision)
         sections = self.sections()
         refuse_sections(sections)
@@ -112,10 +112,14 @@ class ParallelPolicy:
             inner = peel(model)
             is_wrapped = not isinstance(kind_of(inner), NativeKind)
             known["model"] = SimpleNamespace(hf=type(inner).__name__ if is_wrapped else None)
-            known["adapter"] = AdapterConfig(
-                rank=int(any(has_factors(module) for module in inner.modules())),
+            adapted = [module for module in inner.modules() if has_factors(module)]
+            names = sorted({str(m.parameter_name) for m in adapted if hasattr(m, "parameter_name")})
+            known["adapter"] = SimpleNamespace(
+                rank=int(bool(adapted)),
                 kind="dora" if has_magnitudes(inner) else "lora",
-                target_parameters=(),
+                freeze_base=True,
+                target_parameters=tuple(names),
+                adapts_experts=bool(names),
             )
         if meshes is not None:
             known["mesh"] = meshes.degrees
@@ -128,7 +132,7 @@ class ParallelPolicy:
         return cls(
             experts=config.experts,
             fsdp=config.fsdp,
-            precision=config.precision,
+            precision=own_where_needed(vars(config)),
             memory=config.memory,
             fused_layers=config.train.fused_layers,
             seed=config.train.seed,
@@ -287,7 +291,8 @@ def _share_buffers(model: nn.Module, meshes: Meshes, policy: ParallelPolicy) -> 
 
 def _quantize(model: nn.Module, meshes: Meshes, policy: ParallelPolicy) -> list[OperandState]:
     """Give the recipe to the layers that it covers; the states of their operands, where they are wanted."""
-    precision = policy.precision
+    precision = own_where_needed(policy.sections(model, meshes))
+    check_recipe(precision)
     covered = apply_recipe(model, precision, meshes.facts, keeps_codes=policy.memory.keep == "codes")
     assert covered is not None
     logger.info("precision: %s", covered.line)

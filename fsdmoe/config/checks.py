@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdmoe.axes import Degrees, MeshConfig, axis_sizes, resolve_degrees
-from fsdmoe.config.compatibility import check_compatibility
+from fsdmoe.config.compatibility import check_compatibility, own_where_needed
 from fsdmoe.config.hf import check_attention
 from fsdmoe.config.schema import Config
 from fsdmoe.context_parallel.config import check_context_parallel
@@ -136,7 +136,7 @@ def _policy_problems(config: Config, is_here: bool) -> Findings:
     if config.precision.recipe != "bf16" and is_here:
         from fsdmoe.quantized_layers import check_recipe  # asks the device, which needs torch
 
-        problems += asked(check_recipe, config.precision)
+        problems += asked(check_recipe, own_where_needed(vars(config)))
     if config.train.eval_interval >= 0:
         problems += asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
     if config.model.hf is None:

@@ -12,6 +12,7 @@ other by the part that divides them; they are not features.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations, permutations
 from operator import attrgetter
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from fsdmoe.optim.config import (
     TORCHAO_MOMENTS,
     TORCHAO_ROWS,
 )
+from fsdmoe.precision.config import PrecisionConfig
 
 _PLANNED = "which rank attends to what is planned on the host for every micro-batch"
 _DECIDED = "decisions of routers go through the host"
@@ -341,6 +343,24 @@ def refuse_sections(sections: Mapping[str, Any]) -> None:
         if row.feature.section in sections and row.other.section in sections
     ]  # fmt: skip
     refuse_together(rows, ChosenKeys(SimpleNamespace(**sections)))
+
+
+def own_where_needed(sections: Mapping[str, Any]) -> PrecisionConfig:
+    """The precision of these ``sections``, whose ``backend = "auto"`` takes fsdmoe's own products where a
+    feature that is on goes with no other library's. Sections that are not known say nothing."""
+    precision: PrecisionConfig = sections["precision"]
+    if precision.backend != "auto" or precision.recipe == "bf16":
+        return precision
+    as_library = SimpleNamespace(**{**vars(precision), "backend": "torchao"})
+    chosen = ChosenKeys(SimpleNamespace(**{**sections, "precision": as_library}))
+    needs_own = any(
+        row.applies(chosen)
+        for row in REFUSED
+        if {row.feature, row.other} & {on.LIBRARY_PRODUCTS, on.LIBRARY_EXPERTS}
+        and row.feature.section in sections
+        and row.other.section in sections
+    )
+    return replace(precision, backend="own") if needs_own else precision
 
 
 def has_rows_with(sections: Mapping[str, Any], later: Container[str]) -> bool:

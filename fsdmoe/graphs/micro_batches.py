@@ -16,7 +16,7 @@ addition to those of the graphs. Beyond ``train.graph_shapes`` shapes, further o
 
 Rows of packed documents may change their shape hours after the others were captured. Where the device has no
 memory for such a micro-batch next to the graphs, these are dropped before it runs, and captured again in a
-later step; for good if there can be no graph of it.
+later step. The fourth time that micro-batches without a graph of their own need this, it is for good.
 
 With the ``flex`` dispatcher (:mod:`fsdmoe.experts.dispatch.flex_state`) exchanges of rows are part of a
 graph; what happens when rows do not fit is not. A step that is repeated runs as it is, and so does the one
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
@@ -50,6 +51,7 @@ from fsdmoe.fsdp.host_state import (
 )
 from fsdmoe.graphs.device_graph import Recorder, recorded
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
+from fsdmoe.mesh import Axis
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, MicroBatches, StepCounts
 from fsdmoe.precision.loss_scale import LossScaler
 
@@ -58,6 +60,8 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 _MOST_KINDS = 8
 """Of one shape. More than the three or four of a step means that something else changes all the time."""
+_MOST_DROPS = 4
+"""For micro-batches that get no graph. Each costs a capture of all graphs."""
 
 
 class _Kind(NamedTuple):
@@ -110,7 +114,7 @@ class GraphedMicroBatches(MicroBatches):
         self._found_new, self._is_settled = True, False
         self._detours, self._is_detour = (0, 0), False
         self._told: set[str] = set()
-        self._is_given_up = False
+        self._num_drops, self._is_given_up = 0, False
         self.num_replays = 0
         """Micro-batches that were replayed so far."""
 
@@ -155,21 +159,26 @@ class GraphedMicroBatches(MicroBatches):
     def _eager(self, batch: GivenBatch, last: bool) -> LossOutput:
         return super().run(*batch, last=last)
 
-    def _beside_graphs(self, batch: GivenBatch, last: bool, *, for_good: bool = False) -> LossOutput:
+    def _beside_graphs(self, batch: GivenBatch, last: bool, *, gets_none: bool = False) -> LossOutput:
         """As it is; without graphs if it does not fit next to them. It needs about what they need for as many
-        tokens."""
+        tokens. ``gets_none``: there will be no graph of it."""
         if self._graphs:
             tokens = math.prod(batch.inputs["tokens_BS"].shape)
             most_tokens = max(math.prod(kind.shape.tokens) for kind in self._graphs)
             if self._recorder.free_bytes() * most_tokens < self._recorder.pool_bytes * tokens:
-                later = "for good: raise train.graph_shapes" if for_good else "and captured again later"
-                logger.info(
-                    "graphs: dropped, %s; %d tokens without a graph do not fit next to their %.2f GiB",
-                    later, tokens, self._recorder.pool_bytes / _GIB,
-                )  # fmt: skip
+                self._num_drops += gets_none
+                self._is_settled, self._is_given_up = False, self._num_drops >= _MOST_DROPS
+                self._tell_of_drop(tokens)
                 self.close()
-                self._is_settled, self._is_given_up = False, for_good
         return self._eager(batch, last)
+
+    def _tell_of_drop(self, tokens: int) -> None:
+        why = f"{tokens} tokens without a graph do not fit next to {self._recorder.pool_bytes / _GIB:.2f} GiB"
+        if self._is_given_up:  # shown by every rank: all others wait for it from now on
+            where = "" if self._engine.meshes.size(Axis.WORLD) == 1 else f" on rank {dist.get_rank()}"
+            logger.error("graphs: dropped for good%s: for the %dth time %s", where, self._num_drops, why)
+        else:
+            logger.info("graphs: dropped, and captured again later: %s", why)
 
     def _is_known(self, kind: _Kind) -> bool:
         return kind in self._graphs or kind in self._seen
@@ -177,7 +186,7 @@ class GraphedMicroBatches(MicroBatches):
     def _first_run(self, batch: GivenBatch, kind: _Kind | None, last: bool) -> LossOutput:
         """As it is; whether it can be captured is found out."""
         if kind is None or not kind.before.is_at_rest or not self._may_capture(kind):
-            return self._beside_graphs(batch, last, for_good=kind is None or kind.before.is_at_rest)
+            return self._beside_graphs(batch, last, gets_none=kind is None or kind.before.is_at_rest)
         self._found_new = True
         random_before = self._recorder.random_state()
         out = self._beside_graphs(batch, last)

@@ -39,6 +39,7 @@ def experts_mlp_cloned(
 ) -> Tensor:
     """A layer's own ``weights`` with clones behind them: ``joined``. Biases are taken from there."""
     assert updates == NO_UPDATES
+    assert policy.products is None, "clones take no other library's products of experts"
     own = ExpertWeights(weights.gate_up_E2ND, weights.down_EDN, joined.gate_up_bias, joined.down_bias)
     here = [joined.gate_up_E2ND, joined.down_EDN]
     rows = Rows(*(each.contiguous() for each in rows))
@@ -100,4 +101,10 @@ def _emulated(
     policy: ExpertPolicy,
     _max_rows: int | None,
 ) -> Tensor:
-    return experts_mlp_quantized_cloned(rows, own, here or clones.joined_again(), clones, policy)
+    if here:
+        return experts_mlp_quantized_cloned(rows, own, here, clones, policy)
+    joined = clones.joined_again()
+    try:  # computing again may be stopped early
+        return experts_mlp_quantized_cloned(rows, own, joined, clones, policy)
+    finally:
+        clones.used()

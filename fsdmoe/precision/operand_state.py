@@ -62,6 +62,8 @@ class Watch(NamedTuple):
     state: OperandState | None
     notes: bool
     """The call is of a training step: what it sees is counted."""
+    of_clone: bool = False
+    """The weight is a clone of another rank's, which counts it."""
 
     @property
     def counts(self) -> bool:
@@ -71,6 +73,8 @@ class Watch(NamedTuple):
     def collect(self, role: Role, x_RC: Tensor, scaling: Scaling | None) -> None:
         """Count an operand that is quantised so, in a step whose statistics are wanted; one that is not
         quantised here is passed over."""
+        if role == "weight" and self.of_clone:
+            return
         if self.notes and self.state is not None and self.state.collects and scaling is not None:
             if self.state.statistics is None:
                 self.state.statistics = OperandStatistics(x_RC.device)

@@ -5,7 +5,7 @@ Here a "replay" computes, and the host's notes of it are taken back; the CUDA si
 import logging
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +205,8 @@ def test_a_micro_batch_is_captured_once_a_whole_step_brought_nothing_new() -> No
     assert replays[first:] == list(range(1, 7 - first))
 
 
-def _beyond_the_bound() -> tuple[list[str], int, list[bool]]:
+def _said() -> list[str]:
+    """What graphs say from now on."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -215,6 +216,11 @@ def _beyond_the_bound() -> tuple[list[str], int, list[bool]]:
     logger = logging.getLogger("fsdmoe.graphs.micro_batches")
     logger.addHandler(Keep())
     logger.setLevel(logging.INFO)
+    return lines
+
+
+def _beyond_the_bound() -> tuple[list[str], int, list[bool]]:
+    lines = _said()
     steps, equal = Steps(TinyLM()), []
     for _ in range(5):
         steps.run(length=3)
@@ -235,31 +241,54 @@ def test_shapes_beyond_the_bound_run_as_they_are_and_say_so_once() -> None:
     assert all(equal)
 
 
-def _out_of_memory(most_shapes: int, free_bytes: int) -> tuple[list[int], list[bool]]:
-    """Graphs after each step, the fifth of which has another shape, and whether its loss is right."""
-    steps, found, equal = Steps(TinyLM(), most_shapes), [], []
-    for step in range(12):
-        length = 5 if step == 5 else 3
+def _out_of_memory(
+    most_shapes: int, free_bytes: int, others: Sequence[int]
+) -> tuple[list[int], list[bool], list[str]]:
+    """Graphs after each step, of which the ``others`` have another shape; whether its loss is right; what was
+    said of dropped graphs."""
+    steps, found, equal, lines = Steps(TinyLM(), most_shapes), [], [], _said()
+    for step in range(max(others) + 7):
+        length = 5 if step in others else 3
         loss = steps.run(length=length, token=length).loss.item()
         rows_BSD = steps.model.embed.weight.full_tensor()[torch.full((1, length), length)]
         equal.append(loss == (rows_BSD.square().sum() / length).item())
         found.append(steps.runner.num_graphs)
         if step == 4:
             steps.recorder.pool_bytes, steps.recorder.free = 30, free_bytes
-    return found, equal
+        elif found[-1]:
+            steps.recorder.pool_bytes = 30  # as captured again
+    return found, equal, [line for line in lines if "dropped" in line]
 
 
 @pytest.mark.parametrize(
     ("most_shapes", "free_bytes", "wanted"),
-    [(2, 49, [0, 0, 1]), (1, 49, [0, 0, 0]), (2, 50, [1, 1, 1]), (1, 50, [1, 1, 1])],
-    ids=["dropped and captured again", "given up", "fits a second shape", "fits without a graph"],
+    [(2, 49, [0, 0, 1]), (1, 49, [0, 1, 1]), (2, 50, [1, 1, 1]), (1, 50, [1, 1, 1])],
+    ids=[
+        "dropped for a new shape",
+        "dropped for one without a graph",
+        "fits a second shape",
+        "fits without a graph",
+    ],
 )
 def test_graphs_give_way_to_a_micro_batch_that_does_not_fit_next_to_them(
     most_shapes: int, free_bytes: int, wanted: list[int]
 ) -> None:
-    ((found, equal),) = run_ranks(_out_of_memory, 1, most_shapes, free_bytes)
+    ((found, equal, lines),) = run_ranks(_out_of_memory, 1, most_shapes, free_bytes, [5])
     assert found[4] == 1
     assert [found[5], found[6], found[11]] == wanted
+    assert all(equal)
+    assert len(lines) == (free_bytes == 49)
+
+
+@pytest.mark.parametrize(("most_shapes", "is_given_up"), [(1, True), (2, False)])
+def test_graphs_are_given_up_for_the_fourth_micro_batch_that_gets_none(
+    most_shapes: int, is_given_up: bool
+) -> None:
+    others = [5, 10, 15, 20]
+    ((found, equal, lines),) = run_ranks(_out_of_memory, 1, most_shapes, 49, others)
+    assert [found[step - 1] > 0 for step in others] == [True] * 4
+    assert bool(found[-1]) is not is_given_up
+    assert ("for good: for the 4th time 5 tokens" in lines[-1]) is is_given_up
     assert all(equal)
 
 

@@ -11,6 +11,7 @@ import torch
 
 import fsdmoe
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.lora import ExpertAdapters, peel
 from fsdmoe.huggingface.lora_config import AdapterConfig
@@ -102,6 +103,21 @@ def test_an_adapter_on_a_bias_of_experts_is_refused() -> None:
     name, spec = next(iter(find_experts(model).items()))
     with pytest.raises(ConfigError, match=r"expected gate_up_proj and down_proj of .*gate_up_proj_bias"):
         ExpertAdapters(model, name, spec)
+
+
+def _clones_of_adapted_experts() -> str:
+    model = adapted("qwen3_moe")
+    policy = fsdmoe.ParallelPolicy(experts=ExpertsConfig(clones=1))
+    with pytest.raises(ConfigError) as caught:
+        fsdmoe.parallelize(model, fsdmoe.build_meshes(), policy)
+    return str(caught.value)
+
+
+def test_clones_of_experts_that_peft_adapted_are_refused_by_the_table() -> None:
+    (said,) = run_ranks(_clones_of_adapted_experts, 1)
+    assert said.startswith(
+        "experts.clones: clones are made of weights alone, got adapter.target_parameters = "
+    )
 
 
 def test_an_adapter_by_parameter_on_anything_but_experts_and_routers_is_refused() -> None:

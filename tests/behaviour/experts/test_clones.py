@@ -24,6 +24,7 @@ from fsdmoe.fsdp import FSDPPolicy, fully_shard
 from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.quantized_layers import apply_recipe
+from fsdmoe.quantized_state import QuantizedState
 from fsdmoe.testing import run_ranks
 from tests.behaviour.test_layouts import losses
 from tests.support import parallel_case
@@ -130,7 +131,7 @@ def test_a_backward_may_run_twice_and_an_evaluation_in_inference_mode_may_come_f
         assert len(verdict.done) == len(ops)
 
 
-def _layer_with_clones(dispatcher: str, keep: bool, frozen: Sequence[str] = ()) -> MoE:
+def _layer_with_clones(dispatcher: str, keep: bool, frozen: Sequence[str] = (), recipe: str = "bf16") -> MoE:
     torch.manual_seed(0)
     layer = MoE(Router(RouterSpec(num_experts=8, top_k=2), 64), GroupedExperts(8, 64, 32))
     with torch.no_grad():
@@ -140,7 +141,11 @@ def _layer_with_clones(dispatcher: str, keep: bool, frozen: Sequence[str] = ()) 
     parallelize_experts(layer, meshes, dispatcher=dispatcher, clones=clones, flex=flex)
     for name in frozen:
         layer.experts.get_parameter(name).requires_grad_(False)
-    fully_shard(layer, meshes, FSDPPolicy(precision=PrecisionConfig(param_dtype="float32")))
+    precision = PrecisionConfig(param_dtype="float32")
+    if recipe != "bf16":
+        precision = replace(precision, recipe=recipe, emulate=True, covers=("experts",))
+    apply_recipe(_Model(layer), precision)
+    fully_shard(layer, meshes, FSDPPolicy(precision=precision))
     return layer
 
 
@@ -154,10 +159,10 @@ def _weights_of(*nums: int) -> int:
     return sum(issubclass(type(each), Tensor) and tuple(each.shape) in shapes for each in gc.get_objects())
 
 
-def kept_weights(dispatcher: str, keep: bool, frozen: Sequence[str]) -> list[int]:
+def kept_weights(dispatcher: str, keep: bool, frozen: Sequence[str], recipe: str) -> list[int]:
     """Of a layer's own experts with clones behind them, and of clones alone: after forward, and when the
     gradient has come to the layer's input."""
-    layer, x_TD = _layer_with_clones(dispatcher, keep, frozen), _rows()
+    layer, x_TD = _layer_with_clones(dispatcher, keep, frozen, recipe), _rows()
     before = _weights_of(1, 2)
     loss = layer(x_TD, RoutingContext())[0].sum()
     found = [_weights_of(5, 6), _weights_of(1, 2) - before]
@@ -166,15 +171,16 @@ def kept_weights(dispatcher: str, keep: bool, frozen: Sequence[str]) -> list[int
     return found
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj")], ids=["trained", "frozen"])
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "flex"])
 def test_weights_of_clones_are_kept_until_backward_and_own_ones_next_to_them_are_not(
-    dispatcher: str, frozen: Sequence[str]
+    dispatcher: str, frozen: Sequence[str], recipe: str
 ) -> None:
-    kept = run_ranks(kept_weights, 2, dispatcher, True, frozen)
+    kept = run_ranks(kept_weights, 2, dispatcher, True, frozen, recipe)
     # With all_to_all only ranks that have clones keep some.
     assert sorted(kept) in ([[0, 0, 0, 0], [0, 2, 0, 0]], [[0, 2, 0, 0]] * 2)
-    for each in run_ranks(kept_weights, 2, dispatcher, False, frozen):
+    for each in run_ranks(kept_weights, 2, dispatcher, False, frozen, recipe):
         assert each[:3] == [0, 0, 0]
 
 
@@ -269,6 +275,39 @@ def test_clones_are_as_exact_as_a_recipe_without_them_and_codes_travel(recipe: s
         assert 0.8 < min(errors) <= max(errors) < 1.3, errors
         assert sent in (0, of_expert + 8 if is_coded else 4 * of_expert)
     assert sum(sent > 0 for _, _, sent in found) == 4, "of one of both ranks, each time"
+
+
+def _statistics_of_weights(dispatcher: str, clones: ClonePolicy) -> dict[str, Any]:
+    torch.manual_seed(0)
+    layer = MoE(Router(RouterSpec(num_experts=8, top_k=2), 64), GroupedExperts(8, 64, 32))
+    with torch.no_grad():
+        layer.gate.weight[:2] *= 5
+    meshes = build_meshes(ep=2)
+    parallelize_experts(layer, meshes, dispatcher=dispatcher, flex=FlexPolicy(rows=8.0), clones=clones)
+    precision = PrecisionConfig(
+        param_dtype="float32", recipe="mxfp8", emulate=True, covers=("experts",), statistics=1
+    )
+    covered = apply_recipe(_Model(layer), precision)
+    assert covered is not None
+    model = fully_shard(_Model(layer), meshes, FSDPPolicy(precision=precision))
+    state = QuantizedState(covered.states, precision.statistics)
+    state.follow(model, meshes)
+    model(_rows()).square().sum().backward()
+    assert (layer.dispatcher.traffic.calls["clones"] > 0) is (clones.slots > 0)
+    figures = state.end_step()
+    assert figures is not None
+    return {name: of_name["weight"] for name, of_name in figures.items()}
+
+
+def statistics_of_weights(dispatcher: str) -> list[dict[str, Any]]:
+    return [_statistics_of_weights(dispatcher, clones) for clones in (ClonePolicy(0), TWO)]
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "flex"])
+def test_statistics_of_a_recipe_count_each_expert_once(dispatcher: str) -> None:
+    for plain, cloned in run_ranks(statistics_of_weights, 2, dispatcher):
+        assert len(plain) == 2
+        assert cloned == plain
 
 
 MODELS: dict[str, dict[str, Any]] = {

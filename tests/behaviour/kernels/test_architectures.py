@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
+from fsdmoe.config.compatibility import own_where_needed, refuse_sections
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.kernels import architecture, backend, te_products, torchao_products
 from fsdmoe.kernels.libraries import LIBRARIES
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
+from fsdmoe.parallel import ParallelPolicy
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.precision.config import Backend
 from fsdmoe.quantized_layers import check_recipe, chosen_backend
@@ -77,6 +82,42 @@ def test_blackwell_takes_torchao_where_it_covers_all_and_refuses_the_rest_by_nam
         assert f"no kernels of {refused.recipe} for a made-up GPU" in outcome(refused)
     hint = outcome(PrecisionConfig(recipe="mxfp8", backend="own"))
     assert 'or precision.backend = "torchao", which has some' in hint
+
+
+MXFP8 = PrecisionConfig(recipe="mxfp8")
+LINEAR_IN_FP8 = PrecisionConfig(recipe="fp8_blockwise", covers=("attention", "dense", "shared"))
+
+
+@pytest.mark.parametrize("gpu", [BLACKWELL], indirect=True)
+@pytest.mark.parametrize(
+    ("precision", "others"),
+    [
+        (MXFP8, {"experts": ExpertsConfig(clones=1)}),
+        (LINEAR_IN_FP8, {"memory": MemoryConfig(keep="codes")}),
+        (replace(LINEAR_IN_FP8, head="fp8"), {}),
+        (MXFP8, {"train": SimpleNamespace(deterministic=True, graphs="none")}),
+    ],
+    ids=["clones", "codes", "head", "deterministic"],
+)
+@pytest.mark.usefixtures("gpu")
+def test_blackwell_does_not_take_torchao_by_itself_where_the_table_refuses_it(
+    precision: PrecisionConfig, others: dict[str, Any]
+) -> None:
+    asked = {**others, "precision": replace(precision, backend="torchao")}
+    with pytest.raises(ConfigError, match=r'precision\.backend = "torchao"'):
+        refuse_sections(asked)
+    assert outcome(precision) == "torchao"
+    own = own_where_needed({**others, "precision": precision})
+    assert "there are no kernels" in outcome(own)
+    assert outcome(replace(own, emulate=True)) == "own"
+
+
+@pytest.mark.parametrize("gpu", [BLACKWELL], indirect=True)
+@pytest.mark.usefixtures("gpu")
+def test_what_a_policy_is_built_of_decides_too() -> None:
+    assert ParallelPolicy(precision=MXFP8).precision.backend == "auto"
+    with pytest.raises(ConfigError, match="there are no kernels"):
+        ParallelPolicy(precision=MXFP8, experts=ExpertsConfig(clones=1))
 
 
 @pytest.mark.parametrize(("gpu", "is_said"), [(HOPPER, False), (BLACKWELL, True)], indirect=["gpu"])
