@@ -25,7 +25,7 @@ the sources of Python's standard library are a token and a file is a document. R
 most tokens to few experts, which settles within some 60 steps of text (on random tokens it does not): both
 models train so many before they are timed. ``--curves`` trains one model after the other and skips what the
 JSON holds already, so that a table may be filled in several calls (``--budget``: seconds of one). Any key of
-train.py may follow: ``--optim.lr=1e-3``.
+train.py may follow, for both: ``--optim.lr=1e-3``; or for one of them: ``--moe optim.lr=4e-4``.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def options(model: str, size: Size, folder: Path, args: argparse.Namespace) -> l
         keys["memory.keep"] = "rows"
     if model != "dense" and args.curves:
         keys |= LEARNING
-    keys |= args.others
+    own = args.dense if model == "dense" else args.moe
+    keys |= args.others | dict(each.split("=", 1) for each in own)
     return ["--config", str(ROOT / "configs/quickstart.toml"), *(f"--{k}={v}" for k, v in keys.items())]
 
 
@@ -273,6 +274,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--points", type=int, default=8, help="evaluations of a curve")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--dense", nargs="+", default=[], metavar="KEY=VALUE", help="of the dense model alone")
+    parser.add_argument("--moe", nargs="+", default=[], metavar="KEY=VALUE", help="of the MoE alone")
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no curve that would not "
                         "end within so many seconds")  # fmt: skip
     parser.add_argument("--json", type=Path, default=Path("runs/dense_or_moe.json"))

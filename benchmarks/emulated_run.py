@@ -58,7 +58,7 @@ from fsdmoe.models.causal_lm import StepCounts
 from fsdmoe.observe.exposed import Exposure, exposure, table
 from fsdmoe.observe.exposed_trace import read_trace
 from fsdmoe.optim import build_optimizer, clip_grad_norm
-from fsdmoe.parallel import ParallelPolicy, exchange_figures, flex_state_of, must_repeat, parallelize
+from fsdmoe.parallel import ParallelPolicy, flex_state_of, must_repeat, parallelize
 from fsdmoe.precision.loss_scale import LossScaler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -282,10 +282,11 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
         tokens = args.batch * args.length
         rate = tokens / statistics.median(times) * 1e3
         flops = training_flops_per_token(config.model, args.length)
+        flex = flex_state_of(step.model)
         found = Outcome(
             case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
             float(step.grad_norm), step.received_shares(), traffic, step.clone_gb(),
-            exchange_figures(step.model), exposed,
+            None if flex is None else flex.figures(), exposed,
         )  # fmt: skip
         step.micro_batches.close()
         del step

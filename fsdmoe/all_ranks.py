@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import ranges_text
 
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 248
@@ -102,11 +103,4 @@ def _shortened(text: str) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges_text(ranks, ', ')}"

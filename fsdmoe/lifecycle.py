@@ -34,11 +34,6 @@ def refuse_endless_skips(in_a_row: int, most: int) -> None:
         )
 
 
-def any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``flag`` holds on any rank of the group; every rank gets the same answer."""
-    return bool(_largest(int(flag), group, device))
-
-
 def signal_of_any_rank(received: list[int], device: torch.device) -> str:
     """The name of a signal that some rank has received, or that its launcher is gone, the same on all of
     them; empty: none.
@@ -48,16 +43,13 @@ def signal_of_any_rank(received: list[int], device: torch.device) -> str:
     world = dist.group.WORLD
     assert world is not None
     host = torch.device("cpu")
-    number = _largest(received[0] if received else 0, world, host if host in world._device_types else device)
+    asked = host if host in world._device_types else device
+    largest = torch.tensor([float(received[0] if received else 0)], device=asked)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=world)
+    number = int(largest.item())
     if number == _LAUNCHER_GONE:
         return "the end of its launcher"
     return signal.Signals(number).name if number else ""
-
-
-def _largest(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    value = torch.tensor([float(number)], device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return int(value.item())
 
 
 STOPPED = "stopped by "

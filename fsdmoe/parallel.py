@@ -261,21 +261,6 @@ def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
     return True
 
 
-def exchange_figures(model: nn.Module) -> dict[str, float] | None:
-    """How full the buffers of the ``flex`` dispatcher were since the last time, ``fill``; since the start,
-    how many steps were ``repeated`` and layers ``rerouted`` because rows did not fit. None without it.
-    Collective.
-
-    Args:
-        model: What ``parallelize`` returned.
-
-    Returns:
-        The figures of all ranks.
-    """
-    state = flex_state_of(model)
-    return None if state is None else state.figures()
-
-
 def flex_state_of(model: nn.Module) -> FlexState | None:
     """What the ``flex`` layers of a model from ``parallelize`` share; None where there are none."""
     return getattr(peel(model), _FLEX, None)

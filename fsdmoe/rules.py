@@ -83,6 +83,17 @@ def numbers_in(text: str) -> set[int]:
     return found
 
 
+def ranges_text(numbers: Iterable[int], between: str = ",") -> str:
+    """``0-3,8``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return between.join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
 _ELSEWHERE = {
     "zero3": "params", "zero2": "grads", "zero1": "optimizer", "full_shard": "params", "bf16": "bfloat16",
     "fp16": "float16", "half": "float16", "fp32": "float32", "adamw_torch": "adamw",

@@ -92,11 +92,7 @@ def least_bytes(config: Config) -> int:
         return int(num_parameters(config.model) * frozen)
     moments = 0
     if optim.name == "adamw":
-        kinds = (
-            optim.first_moment_dtype or optim.moment_dtype,
-            optim.second_moment_dtype or optim.moment_dtype,
-        )
-        moments = sum(_BYTES.get(kind, 0 if kind == "torchao_4bit" else 1) for kind in kinds)
+        moments = sum(_BYTES.get(kind, 0 if kind == "torchao_4bit" else 1) for kind in optim.moment_dtypes)
     main = _BYTES[precision.main_dtype] + _BYTES[precision.grad_dtype or precision.main_dtype]
     return num_parameters(config.model) * (main + moments)
 

@@ -255,8 +255,6 @@ def _unit(key: str) -> str:
 def _number_meant(text: str, wanted: str) -> str | None:
     """For a number in quotes, or with a comma in it."""
     is_whole = wanted.startswith("a whole number")
-    if not is_whole and not wanted.startswith("a number"):
-        return None
     plain = text.strip().replace(",", "" if is_whole else ".")
     try:
         _ = int(plain) if is_whole else float(plain)

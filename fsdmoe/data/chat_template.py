@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,18 +120,12 @@ class ChatTemplate:
 
     def render(self, talk: Conversation, stop: int | None = None, *, prompt: bool = False) -> Rendered:
         """The first `stop` messages; with `prompt`, and what opens an answer to them."""
-        return self._render(talk, talk.messages[:stop], prompt=prompt)
-
-    def _template_of(self, talk: Conversation) -> str:
-        """A tokenizer may have one more template, for conversations with tools."""
-        return str(self._tokenizer.get_chat_template(tools=talk.tools))
-
-    def _render(self, talk: Conversation, messages: Sequence[Message], *, prompt: bool = False) -> Rendered:
         render: Any = render_jinja_template  # annotated as returning a text
         try:
             (text,), ranges = render(
-                conversations=[list(messages)], tools=talk.tools, chat_template=self._template_of(talk),
-                add_generation_prompt=prompt, return_assistant_tokens_mask=self.has_markers(talk),
+                conversations=[list(talk.messages[:stop])], tools=talk.tools,
+                chat_template=self._template_of(talk), add_generation_prompt=prompt,
+                return_assistant_tokens_mask=self.has_markers(talk),
                 **{**self._names, **(talk.variables or {})},
             )  # fmt: skip
         except Exception as error:  # a template is foreign code: its own refusals, and any mistake in it
@@ -140,6 +133,10 @@ class ChatTemplate:
                 f"{talk.where}: the chat template cannot write it ({error}); fix or remove the record"
             ) from error
         return Rendered(text, tuple(ranges[0]) if ranges else ())
+
+    def _template_of(self, talk: Conversation) -> str:
+        """A tokenizer may have one more template, for conversations with tools."""
+        return str(self._tokenizer.get_chat_template(tools=talk.tools))
 
     def with_arguments(self, talk: Conversation) -> Conversation:
         """The same with the arguments of tool calls as the template takes them: objects, or JSON text."""
@@ -164,7 +161,7 @@ class ChatTemplate:
             asked: list[Message] = [{"role": "user", "content": "?"}]
             asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
             try:
-                self._render(Conversation("", ()), asked)
+                self.render(Conversation("", tuple(asked)))
             except ConfigError:
                 continue
             return isinstance(arguments, dict)

@@ -184,11 +184,7 @@ def source_name(source: SourceConfig) -> str:
 
 
 def _source_choice_problems(config: DataConfig) -> list[str]:
-    also = [
-        f"data.{each.name}"
-        for each in fields(SourceFiles)
-        if getattr(config, each.name) != getattr(DataConfig, each.name)
-    ]
+    also = [f"data.{name}" for name in _set_here(config, DataConfig)]
     if config.sources and also:
         return [
             f"data.sources: expected either one source or a mixture, got a mixture and {', '.join(also)}; "
@@ -310,13 +306,14 @@ _OPTION_KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _set_here(source: SourceFiles, defaults: type[SourceFiles]) -> list[str]:
+    names = [each.name for each in fields(SourceFiles)]
+    return [name for name in names if getattr(source, name) != getattr(defaults, name)]
+
+
 def _misplaced_options(key: str, source: SourceConfig) -> list[str]:
     """An option that this kind does not read would be a silent no-op: say so instead."""
-    set_here = [
-        each.name
-        for each in fields(SourceFiles)
-        if getattr(source, each.name) != getattr(SourceFiles, each.name)
-    ]
+    set_here = _set_here(source, SourceFiles)
     problems = [
         f"{key}.{option}: kind {source.kind!r} does not use it (only {', '.join(kinds)}); remove it"
         for option, kinds in _OPTION_KINDS.items()

@@ -25,10 +25,9 @@ OFFSETS_SUFFIX = ".offsets.npy"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read. `label` is its path below the source's root, the same on every machine."""
+    """A file to read."""
 
     path: Path
-    label: str
     size: int
     mtime_ns: int
 
@@ -40,7 +39,7 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
     if source.dataset:
         from fsdmoe.data.hf_dataset import dataset_files  # an optional dependency: imported only when chosen
 
-        return [_describe(key, path, path.name) for path in dataset_files(key, source)]
+        return [_describe(key, path) for path in dataset_files(key, source)]
     path = Path(source.path).expanduser()
     if path.is_file():
         found = [(path, path.name)]
@@ -64,7 +63,7 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
     found = [
         (p, label) for p, label in found if not (source.kind == "tokens" and label.endswith(OFFSETS_SUFFIX))
     ]
-    files = [_describe(key, p, label) for p, label in sorted(found, key=lambda pair: pair[1])]
+    files = [_describe(key, p) for p, _ in sorted(found, key=lambda pair: pair[1])]
     if sum(file.size for file in files) == 0:
         raise ConfigError(f"{key}.path: the {len(files)} file(s) of {source.path} are empty; give some text")
     return files
@@ -103,7 +102,7 @@ def is_lfs_pointer(path: Path) -> bool:
         return False
 
 
-def _describe(key: str, path: Path, label: str) -> SourceFile:
+def _describe(key: str, path: Path) -> SourceFile:
     try:
         stat = path.stat()
         readable = os.access(path, os.R_OK)
@@ -118,7 +117,7 @@ def _describe(key: str, path: Path, label: str) -> SourceFile:
             f"{key}.path: {path} is a pointer of git-lfs, not the data; run `git lfs pull` in "
             f"{path.parent}, or download it again"
         )
-    return SourceFile(path, label, stat.st_size, stat.st_mtime_ns)
+    return SourceFile(path, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.cache  # asked for twice at every start, and an interpreter's own files stay as they are
@@ -138,4 +137,4 @@ def _stdlib_files(key: str) -> tuple[SourceFile, ...]:
         )
     labelled = [(path, path.relative_to(root).as_posix()) for path in found]
     labelled.sort(key=lambda pair: hashlib.blake2b(pair[1].encode(), digest_size=8).digest())
-    return tuple(_describe(key, path, label) for path, label in labelled)
+    return tuple(_describe(key, path) for path, _ in labelled)

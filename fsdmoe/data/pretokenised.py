@@ -83,7 +83,7 @@ def offset_files(files: list[SourceFile]) -> list[SourceFile]:
     """The offsets files next to these files."""
     paths = [_offsets_path(file.path) for file in files]
     stats = [(path, path.stat()) for path in paths if path.exists()]
-    return [SourceFile(path, path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    return [SourceFile(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def index_tokens(

@@ -1,4 +1,5 @@
 """Flat non-uniform sharding: parameters as ragged ranges of persistent flat buffers."""
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -12,19 +13,5 @@ if TYPE_CHECKING:
     from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory
     from fsdmoe.fsdp.shard_model import fully_shard, is_fully_sharded, refuse_sharded
     from fsdmoe.fsdp.sharded_tensor import ShardedTensor
-
-__all__ = [
-    "Engine",
-    "FSDPConfig",
-    "FSDPPolicy",
-    "MemoryPlan",
-    "ShardedTensor",
-    "ShardingTraffic",
-    "engine_of",
-    "fully_shard",
-    "is_fully_sharded",
-    "plan_memory",
-    "refuse_sharded",
-]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -133,9 +133,6 @@ class FSDPPolicy:
     keeps: UnitPredicate | None = None
     """Which units keep their gathered weights from forward to backward, each in memory of its own; None
     follows ``fsdp.reshard_after_forward``, for all alike."""
-    granule_of: Callable[[str, tuple[int, ...]], int] | None = None
-    """Elements of a parameter (name, local shape) that must stay on one rank; None follows
-    ``fsdp.granule``."""
     dtype_of: Callable[[str, nn.Parameter], torch.dtype] | None = None
     """What dtype a parameter is computed in; None takes ``precision.param_dtype`` for all."""
     grad_divisor: float | None = None

@@ -58,7 +58,6 @@ class RunOrder:
 
     def __init__(self) -> None:
         self.units: list[Unit] = []
-        self.num_changes = 0
         self._next = 0
 
     def restart(self) -> None:
@@ -70,7 +69,6 @@ class RunOrder:
         at = self._next
         self._next += 1
         if at < len(self.units) and self.units[at] is not unit:
-            self.num_changes += 1
             del self.units[at:]
         if at == len(self.units):
             self.units.append(unit)
@@ -213,11 +211,6 @@ class Engine:
         self._recover_outside_backward()
         for unit in self.units:
             unit.grads.require_complete()
-
-    @property
-    def num_order_changes(self) -> int:
-        """How often units ran in another order than recorded."""
-        return sum(o.num_changes for o in (*self._forward_orders.values(), self._backward_order))
 
     # Forward
 

@@ -224,7 +224,7 @@ def resize_plan(plan: ModelPlan, at: Coordinates, policy: FSDPPolicy) -> ModelPl
 
 def _resize_parameter(param: ParamPlan, at: Coordinates, policy: FSDPPolicy) -> ParamPlan:
     shape = param.placement.local_shape(at)
-    return replace(param, local_shape=shape, granule=_granule(param.name, shape, policy, param.scaling))
+    return replace(param, local_shape=shape, granule=_granule(shape, policy, param.scaling))
 
 
 def _with_slots(units: tuple[UnitPlan, ...], policy: FSDPPolicy) -> ModelPlan:
@@ -363,7 +363,7 @@ def _plan_parameter(
         dtype = policy.dtype_of(owned.name, parameter) if policy.dtype_of else policy.param_dtype
     return ParamPlan(
         owned.name, placement, shape, dtype, parameter.requires_grad,
-        granule=_granule(owned.name, shape, policy, scaling),
+        granule=_granule(shape, policy, scaling),
         dtensor=DTensorView.of(parameter) if computes_on_dtensor(parameter) else None,
         scaling=scaling, transposed=coding is not None and coding.transposed,
         rounding=None if policy.precision.qat is None else weight_rounding(owned.places),
@@ -385,14 +385,12 @@ def _placement(owned: OwnedParameter, at: SplitMeshes) -> Placement:
     return placement
 
 
-def _granule(name: str, shape: tuple[int, ...], policy: FSDPPolicy, scaling: Scaling | FourBit | None) -> int:
-    plain = _plain_granule(name, shape, policy)
+def _granule(shape: tuple[int, ...], policy: FSDPPolicy, scaling: Scaling | FourBit | None) -> int:
+    plain = _plain_granule(shape, policy)
     return math.lcm(plain, scaling.block) if isinstance(scaling, FourBit) else plain
 
 
-def _plain_granule(name: str, shape: tuple[int, ...], policy: FSDPPolicy) -> int:
-    if policy.granule_of is not None:
-        return policy.granule_of(name, shape)
+def _plain_granule(shape: tuple[int, ...], policy: FSDPPolicy) -> int:
     config = policy.fsdp
     if config.granule == "tensor":
         return max(1, math.prod(shape))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdmoe.rules import numbers_in
+from fsdmoe.rules import numbers_in, ranges_text
 
 _PCI = Path("/sys/bus/pci/devices")
 
@@ -59,14 +59,3 @@ def _cores_near(gpu: int, allowed: set[int]) -> set[int]:
     except (OSError, ValueError, AttributeError, RuntimeError, AssertionError):
         return allowed
     return near & allowed or allowed
-
-
-def ranges_text(numbers: set[int]) -> str:
-    """``0-3,8``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

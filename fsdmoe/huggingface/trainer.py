@@ -154,7 +154,7 @@ class ShardedTrainer:
             if dtype is not None and not is_adapter:
                 config.dtype = dtype  # save_pretrained has put the dtype of the main weights there
                 config.save_pretrained(folder)
-        _wait()
+        dist.barrier()
 
     def _save_small_files(self, folder: str) -> None:
         parts: list[Any] = [getattr(self.model, "config", None), self.processing_class]  # type: ignore[attr-defined]
@@ -302,8 +302,3 @@ def _refuse_uneven(num_batches: int, step: int) -> None:
 def _stated_dtype(config: Any) -> torch.dtype | None:
     stated = getattr(config, "dtype", None)
     return getattr(torch, stated) if isinstance(stated, str) else stated
-
-
-def _wait() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -37,7 +37,7 @@ def experts_mlp_by_library(
     slots = _aligned_slots(rows.ids_RK, len(weights.down_EDN), products.align, max_rows)
     flat = rows.weights_RK.reshape(-1)
     weights_M1 = torch.cat((flat, flat.new_zeros(1)))[slots.source_M].unsqueeze(-1)
-    x_MD = _Gather.apply(rows.x_RD, slots.row_M, slots.slot_RK)
+    x_MD = _Move.apply(rows.x_RD, slots.row_M, slots.slot_RK)
     z_M2N = products.grouped(x_MD, weights.gate_up_E2ND, slots.ends_E)
     h_MN = activate(z_M2N.float(), policy.activation, policy.limit)
     if not policy.weight_after:
@@ -45,7 +45,7 @@ def experts_mlp_by_library(
     y_MD = products.grouped(h_MN.to(rows.x_RD.dtype), weights.down_EDN, slots.ends_E)
     if policy.weight_after:
         y_MD = (y_MD * weights_M1).to(y_MD.dtype)
-    return _Sum.apply(y_MD, slots.row_M, slots.slot_RK)
+    return _Move.apply(y_MD, slots.slot_RK, slots.row_M)
 
 
 class _Slots(NamedTuple):
@@ -77,35 +77,22 @@ def _aligned_slots(ids_RK: Tensor, num_experts: int, align: int, max_rows: int |
     return _Slots(row_M, source_M, slot_RK, ends_E)
 
 
-def _with_zeros(x: Tensor) -> Tensor:
-    return torch.cat((x, x.new_zeros(1, x.shape[1])))
-
-
-class _Gather(torch.autograd.Function):
-    """The row of each slot; backward sums the slots of each row, without atomics."""
+class _Move(torch.autograd.Function):
+    """The row of each slot, or the sum of each row's slots: one is the other's backward. Without atomics."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, row_M: Tensor, slot_RK: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_RK)
-        return _with_zeros(x_RD)[row_M]
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return _moved(x, there)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
-        (slot_RK,) = ctx.saved_tensors
-        return _with_zeros(grad_MD)[slot_RK].sum(1), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return _moved(grad, back), None, None
 
 
-class _Sum(torch.autograd.Function):
-    """The other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, y_MD: Tensor, row_M: Tensor, slot_RK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_M)
-        return _with_zeros(y_MD)[slot_RK].sum(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        (row_M,) = ctx.saved_tensors
-        return _with_zeros(grad_RD)[row_M], None, None
+def _moved(x: Tensor, index: Tensor) -> Tensor:
+    with_zeros = torch.cat((x, x.new_zeros(1, x.shape[1])))
+    found = with_zeros[index]
+    return found if index.ndim == 1 else found.sum(1)

@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+from fsdmoe.config.checks import asked
 from fsdmoe.config.kept import KEPT
 from fsdmoe.config.suggest import FLAGS
-from fsdmoe.errors import ConfigError
 from fsdmoe.launch import slurm
 from fsdmoe.launch.job import DEFAULT_GPU
 from fsdmoe.launch.ranks import count_problems
@@ -219,11 +219,7 @@ def _gpu_problems(gpu: str | None) -> list[str]:
         return []
     from fsdmoe.plan.hardware import gpu_named  # not above: plans load torch, which takes seconds
 
-    try:
-        gpu_named(gpu.lower())
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+    return [line for _, line in asked(gpu_named, gpu.lower())]
 
 
 def _time_problems(options: argparse.Namespace) -> list[str]:

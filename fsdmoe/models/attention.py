@@ -83,11 +83,8 @@ class AttentionContext:
         split: SplitRows | None = None,
         lengths_BS: torch.Tensor | None = None,
     ) -> AttentionContext:
-        """``positions`` and ``lengths`` of the tokens that this rank's attention sees; of whole rows, lengths
-        may be left out."""
+        """``positions`` and ``lengths`` of the tokens that this rank's attention sees."""
         rotary = config.rotary
-        if lengths_BS is None and split is None:
-            lengths_BS = rotary.lengths(positions_BS, document_ids_BS)
         cos, sin = rotary.tables(positions_BS, lengths_BS)
         if config.has_sinks and split is None:
             block = _block_of(positions_BS, document_ids_BS)

@@ -1,4 +1,5 @@
 """Optimizers over flat shards, the global gradient norm, the learning-rate schedule."""
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -19,25 +20,5 @@ if TYPE_CHECKING:
     from fsdmoe.optim.muon_config import MuonConfig
     from fsdmoe.optim.qk_clip import QKClip
     from fsdmoe.optim.schedule import learning_rate, set_learning_rates
-
-__all__ = [
-    "AdamW",
-    "EMAConfig",
-    "GradNorm",
-    "GroupConfig",
-    "Muon",
-    "MuonConfig",
-    "OptimConfig",
-    "QKClip",
-    "WeightAverage",
-    "build_optimizer",
-    "clip_grad_norm",
-    "count_state",
-    "freeze",
-    "grad_norm",
-    "group_lines",
-    "learning_rate",
-    "set_learning_rates",
-]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -187,10 +187,11 @@ class _Search:
         compatible = [d for d in allowed if self._is_compatible(replace(plain, degrees=d))]
         if allowed and not compatible:
             refuse_incompatible(self._as_config(replace(plain, degrees=allowed[0])))
-        refused = {d: self._refusal(replace(plain, degrees=d)) for d in compatible}
-        meshes = [d for d in compatible if refused[d] is None]
+        # What the engine or the optimizer says against the model on a mesh.
+        refused = {d: asked(memory_plan, self._job, replace(plain, degrees=d)) for d in compatible}
+        meshes = [d for d in compatible if not refused[d]]
         if compatible and not meshes:
-            raise ConfigError(*refused[compatible[0]].problems)  # type: ignore[union-attr]
+            raise ConfigError(*(line for _, line in refused[compatible[0]]))
         candidates: list[Candidate] = []
         losses: list[Loss] = []
         for choices in (_STATES, _LAST_RESORT):
@@ -294,14 +295,6 @@ class _Search:
             if best is not None and not moved and best.setting.recompute == parts:
                 break  # dearer parts save what is not needed
         return best, least
-
-    def _refusal(self, setting: Setting) -> ConfigError | None:
-        """What the engine or the optimizer says against the model on a mesh."""
-        try:
-            memory_plan(self._job, setting)
-        except ConfigError as error:
-            return error
-        return None
 
     def _is_compatible(self, setting: Setting) -> bool:
         """Whether the table refuses none of it. Asked once for all sizes that switch on the same features."""
@@ -433,15 +426,12 @@ def _rows_can_be_split(config: Config) -> bool:
 
 def _splits_rows(config: Config, job: Job, cp: int, tp: int) -> bool:
     model = job.model
-    try:
-        check_context_parallel(
-            replace(config.context_parallel, dynamic=False), sizes=(cp,), seq_len=job.seq_len,
-            num_heads=model.num_attention_heads,
-            num_kv_heads=model.num_attention_heads if model.is_mla else model.num_key_value_heads, tp=tp,
-        )  # fmt: skip
-    except ConfigError:
-        return False
-    return True
+    return not asked(
+        check_context_parallel,
+        replace(config.context_parallel, dynamic=False), sizes=(cp,), seq_len=job.seq_len,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=model.num_attention_heads if model.is_mla else model.num_key_value_heads, tp=tp,
+    )  # fmt: skip
 
 
 _REASONS = {

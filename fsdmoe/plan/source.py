@@ -88,8 +88,6 @@ class Reading:
     """The configuration as far as it is given; the search fills in the rest."""
     config: Config
     """The same with one rank, checked."""
-    has_batch: bool
-    """The batch was given, and must be kept."""
 
 
 def read_request(request: Request, changes: dict[str, dict[str, Any]] | None = None) -> Reading:
@@ -126,7 +124,7 @@ def read_request(request: Request, changes: dict[str, dict[str, Any]] | None = N
     if balance is not None and not has_experts and config.model.hf is None:
         tables["experts"] = {**tables.get("experts", {}), "balance": dict(balance)}
         config = replace(config, experts=replace(config.experts, balance=BalanceConfig(**balance)))
-    return Reading(tables, config, has_batch)
+    return Reading(tables, config)
 
 
 def _read_tables(model: str, problems: list[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Number formats, recipes made of them, scales and codes, and the loss scale that float16 needs.
 
 Below ``kernels``: plain data and plain torch, which all floors share."""
+# ruff: noqa: F401  what the package offers
 
 from __future__ import annotations
 
@@ -11,7 +12,5 @@ from fsdmoe.lazy import lazy_names
 if TYPE_CHECKING:
     from fsdmoe.precision.config import PrecisionConfig
     from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
-
-__all__ = ["LossScaleConfig", "LossScaler", "PrecisionConfig"]
 
 __getattr__ = lazy_names(__name__, __file__)

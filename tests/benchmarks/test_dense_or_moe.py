@@ -24,7 +24,7 @@ def test_both_models_have_the_same_active_flops_but_for_the_router(tmp_path: Pat
     from fsdmoe.models.config import preset_config
     from fsdmoe.models.flops import forward_flops_per_token
 
-    args = Namespace(tiny=False, corpus=tmp_path, rows=None, curves=None, others={})
+    args = Namespace(tiny=False, corpus=tmp_path, rows=None, curves=None, others={}, dense=[], moe=[])
     found = {}
     for model in dense_or_moe.MODELS:
         given = dense_or_moe.options(model, dense_or_moe.Size(65_536), tmp_path, args)

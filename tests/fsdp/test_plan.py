@@ -164,8 +164,8 @@ def test_the_recorded_order_predicts_until_it_is_wrong_and_then_learns() -> None
     assert run(a, b, c) == [None, None, None]
     assert run(a, b, c) == [b, c, None]
     assert run(a, c, b) == [b, None, None]
-    assert order.num_changes == 1
+    assert order.units == [a, c, b]
     assert run(a, c, b) == [c, b, None]
     assert run(a) == [c]
     assert run(a, c, b, b) == [c, b, None, None]
-    assert order.num_changes == 1
+    assert order.units == [a, c, b, b]

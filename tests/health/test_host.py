@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdmoe.health.host import ranges_text, share_of_cores
+from fsdmoe.health.host import share_of_cores
+from fsdmoe.rules import ranges_text
 
 
 def test_ranks_share_the_cores_next_to_their_gpu_evenly() -> None:

@@ -68,14 +68,23 @@ def weighted_swiglu(pre_M2N: Tensor, weights_RK: Tensor, row_map: RowMap) -> Ten
     return (F.silu(gate) * up * weights_M[:, None]).to(pre_M2N.dtype).float()
 
 
-def weight_grad(left: Codes, right: Codes, row_map: RowMap, out_EAB: Tensor, *, accumulate: bool) -> None:
+def weight_grad(
+    left: Codes,
+    right: Codes,
+    row_map: RowMap,
+    out_EAB: Tensor,
+    *,
+    accumulate: bool,
+    first_expert: int = 0,
+) -> None:
     """``fp8_launch.weight_grad``."""
     left_PA, right_PB = left.codes.float() * left.scales[:, :, None], right.codes.float()
-    for expert, segment in enumerate(segments_of(row_map)):
+    segments = segments_of(row_map)[first_expert : first_expert + len(out_EAB)]
+    for number, segment in enumerate(segments):
         panels = slice(segment.start // BLOCK, segment.stop // BLOCK)
         product = torch.einsum("pat,pbt->ab", left_PA[panels], right_PB[panels])
-        product = product * right.scales[expert].repeat_interleave(BLOCK)
-        out_EAB[expert] = product + out_EAB[expert] if accumulate else product
+        product = product * right.scales[first_expert + number].repeat_interleave(BLOCK)
+        out_EAB[number] = product + out_EAB[number] if accumulate else product
 
 
 def swiglu_grad(

@@ -54,6 +54,9 @@ class FlexPlan(DispatchPlan):
     rows_gathered: list[int] = field(default_factory=list)
 
 
+_NO_CLONES = "clones over padded exchanges, which the dispatcher refuses"
+
+
 class Transport(ABC):
     """Rows of one EP x ETP group. All layers of a model share one."""
 
@@ -110,22 +113,22 @@ class Transport(ABC):
 
     # Clones of experts; without etp, so that sources are EP ranks
 
-    @abstractmethod
     def gather_loads(self, ends_E: Tensor) -> Tensor:
         """``[P, E]``: everybody's rows for each expert, from where each expert's end in the order of
         experts."""
+        raise AssertionError(_NO_CLONES)
 
-    @abstractmethod
     def send_clones(self, clones: ClonePlan, weights: Sequence[Tensor]) -> list[Pending]:
         """Of each of ``weights``, ``[L, ...]``, what belongs in this rank's slots, ``[S, ...]``. A slot that
         is free holds anything; zeros in biases, which are multiplied by zeros where no row takes them."""
+        raise AssertionError(_NO_CLONES)
 
-    @abstractmethod
     def add_clones(
         self, clones: ClonePlan, gradients: Sequence[Tensor], totals: Sequence[Tensor | None]
     ) -> None:
         """Add ``gradients``, ``[S, ...]`` in fp32 of what :meth:`send_clones` brought, to the ``totals`` of
         those who sent it. The current stream waits."""
+        raise AssertionError(_NO_CLONES)
 
     def local_labels(self, plan: FlexPlan, labels_RL: Tensor, landed_R: Tensor) -> Tensor:
         """Weights as they are, ids as this rank counts its experts."""
@@ -147,14 +150,6 @@ class Deliver(Transfer):
 
     def backward_all(self, parts: Sequence[Tensor | None]) -> list[Pending | None]:
         return self.transport.collect(self.plan, parts, f"{self.phase}.backward")
-
-    def forward(self, rows: Tensor) -> Pending:
-        return self.forward_all([rows])[0]
-
-    def backward(self, rows: Tensor) -> Pending:
-        found = self.backward_all([rows])[0]
-        assert found is not None
-        return found
 
 
 class Collect(Transfer):
@@ -262,17 +257,6 @@ class PaddedTransport(_ByCollective):
         return self.links.expert.exchange(rows, pieces, pieces, phase)
 
     _exchange_back = _exchange
-
-    def gather_loads(self, ends_E: Tensor) -> Tensor:
-        raise AssertionError("clones over padded exchanges, which the dispatcher refuses")
-
-    def send_clones(self, clones: ClonePlan, weights: Sequence[Tensor]) -> list[Pending]:
-        raise AssertionError("clones over padded exchanges, which the dispatcher refuses")
-
-    def add_clones(
-        self, clones: ClonePlan, gradients: Sequence[Tensor], totals: Sequence[Tensor | None]
-    ) -> None:
-        raise AssertionError("clones over padded exchanges, which the dispatcher refuses")
 
 
 class ReferenceTransport(_ByCollective):

@@ -32,6 +32,7 @@ from fsdmoe.kernels.triton.low_rank_mlp import (
     LowRankOperands,
     Narrow,
     factor_gradients,
+    low_rank_term,
     narrow_product,
     supports_updates,
 )
@@ -64,7 +65,7 @@ class LowRankBlockwise(BlockwiseProducts):
             keep="values" if keep else "nothing",
             power_of_two=self.power_of_two,
             dtype=x_RD.dtype,
-            term=_term(x_MQ, given.gate_up_b),
+            term=low_rank_term(x_MQ, given.gate_up_b),
         )
         assert not isinstance(pre_2MN, Codes)  # codes were not asked for
         act_MQ = None if given.down_a is None else narrow_of_codes(act, given.down_a, row_map)
@@ -74,7 +75,7 @@ class LowRankBlockwise(BlockwiseProducts):
     def down(self, given: Given, activated: list[Any]) -> Tensor:
         act, act_MQ, row_map = activated
         down = self._forward_codes(given.down_EDN, self.down_scales)
-        term = _term(act_MQ, given.down_b)
+        term = low_rank_term(act_MQ, given.down_b)
         return combine_rows(gemm.project(act, down, row_map, dtype=given.x_RD.dtype, term=term), row_map)
 
     def down_dgrad(
@@ -121,13 +122,9 @@ class LowRankBlockwise(BlockwiseProducts):
             grads.x_RD.put(combine_rows(dx_MD, row_map))
 
 
-def _term(narrow_MQ: Tensor | None, factor_ENQ: Tensor | None) -> LowRankTerm | None:
-    return None if narrow_MQ is None or factor_ENQ is None else LowRankTerm(narrow_MQ, factor_ENQ)
-
-
 def _transposed_term(narrow_MQ: Tensor | None, factor_EQN: Tensor | None) -> LowRankTerm | None:
     """The products read factors, like weights, with what they contract innermost."""
-    return None if factor_EQN is None else _term(narrow_MQ, factor_EQN.mT.contiguous())
+    return None if factor_EQN is None else low_rank_term(narrow_MQ, factor_EQN.mT.contiguous())
 
 
 def experts_mlp_fp8_low_rank(

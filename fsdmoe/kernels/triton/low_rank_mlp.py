@@ -90,7 +90,7 @@ class LowRankProducts(FusedProducts):
         pre_2MN, act_MN = self._first(given, rows, x_MQ, row_map, tiles, keep=keep and not self.recompute)
         act_MQ = self._narrow(act_MN, given.down_a, row_map, transposed=True)
         kept = PreActivation(pre_2MN), row_map, Narrow(x_MQ, act_MQ)
-        return [act_MN, _term(act_MQ, given.down_b), row_map, tiles], kept
+        return [act_MN, low_rank_term(act_MQ, given.down_b), row_map, tiles], kept
 
     def down_dgrad(
         self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads
@@ -105,7 +105,7 @@ class LowRankProducts(FusedProducts):
         dweights_RK = torch.empty(given.weights_RK.shape, device=dy_RD.device, dtype=torch.float32)
         dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
         dy_MQ = self._narrow(dy_MD, given.down_b, row_map, transposed=False)
-        dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles, _term(dy_MQ, given.down_a))
+        dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles, low_rank_term(dy_MQ, given.down_a))
         dpre_M2N = swiglu_backward_(
             pre_2MN, dact_MN, given.weights_RK, row_map, dweights_RK,
             activation=self.activation, limit=self.limit,
@@ -115,7 +115,7 @@ class LowRankProducts(FusedProducts):
         dpre_MQ = self._narrow(dpre_M2N, given.gate_up_b, row_map, transposed=False)
         # ``swiglu_backward_`` has overwritten dact with the activation.
         wide = WeightOperands([dy_MD, dact_MN], dpre_M2N, given.x_RD, row_map)
-        term = _term(dpre_MQ, given.gate_up_a)
+        term = low_rank_term(dpre_MQ, given.gate_up_a)
         return LowRankOperands(wide, narrow, dy_MQ, dpre_MQ), (dpre_M2N, term, row_map)
 
     def wgrad(self, operands: LowRankOperands, grads: Grads) -> None:
@@ -144,7 +144,7 @@ class LowRankProducts(FusedProducts):
         first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
         return gate_up(
             x, given.weights_RK, first, row_map, gathered=gathered, store_pre=keep,
-            tile=tiles.project, term=_term(x_MQ, given.gate_up_b),
+            tile=tiles.project, term=low_rank_term(x_MQ, given.gate_up_b),
         )  # fmt: skip
 
     def _narrow(
@@ -212,5 +212,5 @@ def _factor_grad(
         weight_grad(left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile)
 
 
-def _term(narrow_MQ: torch.Tensor | None, factor: torch.Tensor | None) -> LowRankTerm | None:
+def low_rank_term(narrow_MQ: torch.Tensor | None, factor: torch.Tensor | None) -> LowRankTerm | None:
     return None if narrow_MQ is None or factor is None else LowRankTerm(narrow_MQ, factor)

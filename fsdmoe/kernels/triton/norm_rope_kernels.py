@@ -17,12 +17,12 @@ import triton.language as tl
 
 from fsdmoe.autograd import once_differentiable
 from fsdmoe.kernels.grad_sink import deliver, sink_of
-from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2, num_programs
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
+from fsdmoe.kernels.triton.rms_norm_kernels import num_backward_programs
 from fsdmoe.kernels.triton.rope_kernel import tables_for
 
-# Elements that one program holds at a time, and programs of a multiprocessor in backward.
+# Elements that one program holds at a time.
 _TILE_ELEMENTS = 2048
-_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @triton.jit
@@ -193,8 +193,7 @@ class _NormRope(torch.autograd.Function):
         _, length, num_heads, d = x.shape
         dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
         blocking, all_heads = _blocking(x, cos), x.numel() // d
-        most = _PROGRAMS_PER_MULTIPROCESSOR * num_programs(x.device)
-        programs = max(1, min(most, cdiv(all_heads, blocking["HEADS"])))
+        programs = num_backward_programs(all_heads, blocking["HEADS"], x.device)
         shares_PD = torch.empty(programs, d, device=x.device, dtype=torch.float32)
         _norm_rope_backward_kernel[(programs,)](
             x_BSHD, weight_D, dout, dx, shares_PD, cos, sin, all_heads, programs, num_heads, length,

@@ -11,7 +11,7 @@ Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -192,8 +192,8 @@ class RoundedProducts(FusedProducts):
         first = _rounded_weight(given.gate_up_E2ND, self.recipe.forward, transposed=False)
         pre_2MN = given.x_RD.new_empty(2, row_map.capacity, n)
         for plane, columns in ((0, slice(0, n)), (1, slice(n, 2 * n))):
-            part = first.values[:, columns], None if first.factors is None else first.factors[:, columns]
-            _product(x, _RoundedWeight(*part), row_map, pre_2MN[plane])
+            part = first.values_MC[:, columns], None if first.factors is None else first.factors[:, columns]
+            _product(x, Rounded(*part), row_map, pre_2MN[plane])
         return pre_2MN, _activate(pre_2MN, given.weights_RK, row_map)
 
     def _down(self, act_MN: torch.Tensor, down_EDN: torch.Tensor, row_map: RowMap, *_: Any) -> torch.Tensor:
@@ -214,21 +214,15 @@ class RoundedProducts(FusedProducts):
         gradient.put(_weight_grad(left_MA, right_MB, self.recipe.wgrad, row_map))
 
 
-class _RoundedWeight(NamedTuple):
-    """Of a product: ``[E, columns of the result, contracted]``, and the factors of its columns."""
-
-    values: torch.Tensor
-    factors: torch.Tensor | None
-
-
 def _rounded(a_MC: torch.Tensor, product: Product, row_map: RowMap) -> Rounded:
     return round_operand(
         a_MC, product.first, mapped(row_map), transposed=False, rotation=product.first.hadamard
     )
 
 
-def _rounded_weight(weight_EAB: torch.Tensor, product: Product, *, transposed: bool) -> _RoundedWeight:
-    """For products over the last dim, or ``transposed`` over the one before it."""
+def _rounded_weight(weight_EAB: torch.Tensor, product: Product, *, transposed: bool) -> Rounded:
+    """For products over the last dim, or ``transposed`` over the one before it: ``[E, columns of the result,
+    contracted]``, and the factors of its columns."""
     assert product.second is not None
     num_experts, num_rows, num_columns = weight_EAB.shape
     segments = Segments(num_experts, num_experts * num_rows)
@@ -238,16 +232,16 @@ def _rounded_weight(weight_EAB: torch.Tensor, product: Product, *, transposed: b
     )  # fmt: skip
     values = values.view(weight_EAB.shape)
     factors = None if factors is None else factors.reshape(num_experts, -1)
-    return _RoundedWeight(values.mT if transposed else values, factors)
+    return Rounded(values.mT if transposed else values, factors)
 
 
-def _product(a: Rounded, weight: _RoundedWeight, row_map: RowMap, out_MN: torch.Tensor) -> None:
-    n, k = weight.values.shape[1:]
+def _product(a: Rounded, weight: Rounded, row_map: RowMap, out_MN: torch.Tensor) -> None:
+    n, k = weight.values_MC.shape[1:]
     assert out_MN.is_contiguous()
     tiles = row_map.tile_expert.shape[0]
     _product_kernel[(cdiv(n, _BLOCK_N.value), tiles)](
         a.values_MC,
-        weight.values,
+        weight.values_MC,
         out_MN,
         out_MN if a.factors is None else a.factors,
         out_MN if weight.factors is None else weight.factors,
@@ -255,7 +249,7 @@ def _product(a: Rounded, weight: _RoundedWeight, row_map: RowMap, out_MN: torch.
         row_map.tile_expert,
         n,
         k,
-        *weight.values.stride(),
+        *weight.values_MC.stride(),
         n if weight.factors is None else weight.factors.stride(0),
         row_map.num_experts,
         BLOCK_M=row_map.capacity // tiles,

@@ -12,8 +12,6 @@ A program keeps the halves of a few rows, all experts wide, and walks the column
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -31,15 +29,8 @@ _MAX_EXPERTS = 256
 _MIN_DEPTH = 16  # of a product on tensor cores
 
 
-class _Tile(NamedTuple):
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int
-
-
 # Measured on an H200: 48 µs at 16,384 x 128 x 2,048, where a product, a sum and what precedes them take 107.
-_FEW_EXPERTS, _MANY_EXPERTS = _Tile(64, 64, 4, 4), _Tile(64, 64, 4, 3)
+_ROWS = _COLUMNS = 64
 
 
 @QuickLaunch
@@ -98,26 +89,25 @@ def router_input_grad(
     halves_T2E = torch.empty(num_rows, 2, num_experts, device=weight_ED.device, dtype=weight_ED.dtype)
     if num_rows > 0:
         experts = max(_MIN_DEPTH, next_power_of_2(num_experts))
-        tile = _FEW_EXPERTS if experts <= 128 else _MANY_EXPERTS
-        rows, columns = cdiv(num_rows, tile.rows), cdiv(d, tile.columns)
+        rows, columns = cdiv(num_rows, _ROWS), cdiv(d, _COLUMNS)
         # Two programs a multiprocessor: rows alone, or where they are few, rows and ranges of columns.
         ranges = min(columns, max(1, 2 * num_programs(weight_ED.device) // rows))
-        block = (tile.rows, tile.columns)
+        block = (_ROWS, _COLUMNS)
         dx_desc = describe(dx_TD, block)
         _router_grad_kernel[(rows, ranges)](
-            describe(_copyable(dlogits_TE), (tile.rows, experts)),
-            describe(weight_ED.contiguous(), (experts, tile.columns)),
+            describe(_copyable(dlogits_TE), (_ROWS, experts)),
+            describe(weight_ED.contiguous(), (experts, _COLUMNS)),
             dx_desc if passed_TD is None else describe(_copyable(passed_TD), block),
             dx_desc,
-            describe(halves_T2E, (tile.rows, 1, experts)),
+            describe(halves_T2E, (_ROWS, 1, experts)),
             d,
-            cdiv(columns, ranges) * tile.columns,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
+            cdiv(columns, ranges) * _COLUMNS,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
             EXPERTS=experts,
             HAS_PASSED=passed_TD is not None,
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
+            STAGES=4 if experts <= 128 else 3,
+            num_warps=4,
         )
     return dx_TD, halves_T2E.flatten(1)
 

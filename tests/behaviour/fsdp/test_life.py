@@ -236,20 +236,19 @@ def test_a_parameter_used_on_one_rank_only_does_not_hang() -> None:
     assert max(run_ranks(use_on_rank_zero_only, 2, timeout=60)) < 1e-5
 
 
-def change_the_order() -> tuple[float, int]:
+def change_the_order() -> float:
     case = Case(fsdp=DEBUG, model=FOUR)
     model, plain = sharded(case), reference(**FOUR)
     worst = 0.0
     for step, plan in enumerate([(0, 1, 2, 3), (0, 1, 2, 3), (3, 1, 0, 2), (0, 2), (0, 1, 2, 3)]):
         model.plan = plain.plan = plan
         worst = max(worst, compare(model, plain, case, step))
-    return worst, engine_of(model).num_order_changes
+    return worst
 
 
-def test_a_change_of_order_is_noticed_and_handled() -> None:
-    for worst, changes in run_ranks(change_the_order, 2):
+def test_a_change_of_order_is_handled() -> None:
+    for worst in run_ranks(change_the_order, 2):
         assert worst < 1e-5
-        assert changes > 0
 
 
 def compiled() -> tuple[float, list[int]]:
