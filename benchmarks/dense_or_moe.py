@@ -274,7 +274,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--points", type=int, default=8, help="evaluations of a curve")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument("--dense", nargs="+", default=[], metavar="KEY=VALUE", help="of the dense model alone")
+    parser.add_argument(
+        "--dense", nargs="+", default=[], metavar="KEY=VALUE", help="of the dense model alone"
+    )
     parser.add_argument("--moe", nargs="+", default=[], metavar="KEY=VALUE", help="of the MoE alone")
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no curve that would not "
                         "end within so many seconds")  # fmt: skip

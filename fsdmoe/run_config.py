@@ -220,7 +220,7 @@ def decided(config: Config, meshes: Meshes) -> dict[str, Any]:
         layout = ExpertLayout(
             config.model.num_experts, config.model.num_experts_per_tok, degrees.ep, degrees.etp
         )
-        choice = choose_dispatcher(layout)
+        choice = choose_dispatcher(layout, config.experts.clones)
         found["experts.dispatcher"] = f"{choice.dispatcher} ({choice.reason})"
     if config.train.kernels == "auto":
         like_weights = torch.empty(0, dtype=torch.bfloat16, device=meshes.device)

@@ -175,30 +175,29 @@ def balance_text(config: Config, model: nn.Module) -> str:
     """What keeps the experts' loads even."""
     if config.adapter.is_on and config.adapter.freeze_base:
         return "as the model has it: its routers are frozen, unless an adapter is on them"
-    if config.model.hf is not None:
-        return _own_balance_text(getattr(model, "config", None))
     if config.experts.selection != "top_k":
         return f"even by construction (experts.selection = {config.experts.selection})"
-    found = {k: v for k, v in vars(config.experts.balance).items() if isinstance(v, float) and k != "z_loss"}
+    balance = config.experts.balance
+    found = {k: v for k, v in vars(balance).items() if isinstance(v, float) and k != "z_loss"}
     terms = [f"{name} {value:g}" for name, value in found.items() if value]
-    if terms:
-        return f"{', '.join(terms)} (experts.balance)"
+    texts = [f"{', '.join(terms)} (experts.balance)"] if terms else []
+    is_wrapped = config.model.hf is not None
+    if is_wrapped and balance.family and (own := _own_auxiliary_loss(getattr(model, "config", None))):
+        texts.append(f"the model's own auxiliary loss, {own}")
+    if texts:
+        return "; ".join(texts)
+    has_own = ", or output_router_logits = true in the config.json of a model with a loss of its own"
     return (
         "warning: nothing keeps the experts' loads even, so a few may get most of the tokens; set "
-        "experts.balance.sequence = 0.01 (docs/routing.md)"
+        f"experts.balance.sequence = 0.01 (docs/routing.md){has_own if is_wrapped else ''}"
     )
 
 
-def _own_balance_text(config: Any) -> str:
-    """Of a Hugging Face model, whose auxiliary loss is its own."""
+def _own_auxiliary_loss(config: Any) -> str:
+    """Of a Hugging Face model; empty where it is off."""
     names = ("router_aux_loss_coef", "aux_loss_coef")
     found = [f"{name} {value:g}" for name in names if (value := getattr(config, name, None))]
-    if found and getattr(config, "output_router_logits", False):
-        return f"the model's own auxiliary loss, {found[0]}"
-    return (
-        "warning: nothing keeps the experts' loads even; where the model has an auxiliary loss, set "
-        "output_router_logits = true in its config.json"
-    )
+    return found[0] if found and getattr(config, "output_router_logits", False) else ""
 
 
 def _model_text(config: Config, num_parameters: int) -> str:

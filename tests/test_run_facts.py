@@ -13,6 +13,7 @@ from torch import nn
 from fsdmoe.config import Config
 from fsdmoe.data import DataConfig, build_data
 from fsdmoe.data.stream import SourceFacts
+from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
@@ -156,9 +157,15 @@ def test_it_is_said_what_balances_the_experts_and_warned_where_nothing_does() ->
     config = replace(config, model=replace(config.model, hf="somewhere"))
     own = SimpleNamespace(router_aux_loss_coef=0.05, output_router_logits=True)
     wrapped: Any = SimpleNamespace(config=own)
-    assert balance_text(config, wrapped) == "the model's own auxiliary loss, router_aux_loss_coef 0.05"
+    both = "sequence 0.01 (experts.balance); the model's own auxiliary loss, router_aux_loss_coef 0.05"
+    assert balance_text(config, wrapped) == both
+    off = replace(config, experts=replace(config.experts, balance=BalanceConfig()))
+    assert balance_text(off, wrapped) == "the model's own auxiliary loss, router_aux_loss_coef 0.05"
+    without = replace(off, experts=replace(off.experts, balance=BalanceConfig(family=False)))
+    assert balance_text(without, wrapped).startswith(nothing)
     own.output_router_logits = False
-    assert balance_text(config, wrapped).startswith(nothing)
+    assert balance_text(config, wrapped) == "sequence 0.01 (experts.balance)"
+    assert balance_text(off, wrapped).startswith(nothing)
 
 
 @requires_peft

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_held import CLASSES, not_held
 from fsdmoe.checkpoint.hf_rope import SPELLINGS, read_rope, write_rope
@@ -103,8 +105,12 @@ def config_json(fields: Tree) -> Tree:
 def refuse_not_held(fields: Tree, *, has_bias: bool = False, selection: str = "top_k") -> None:
     """Raise where transformers cannot hold a model of these ``ModelConfig`` fields; see :func:`not_held`."""
     lines = not_held(fields, has_bias=has_bias, selection=selection)
+    refuse_lines(CLASSES.get(str(fields.get("architecture")), "any model"), lines)
+
+
+def refuse_lines(kind: str, lines: Sequence[str]) -> None:
+    """Raise if there are any, of what ``kind`` of transformers does not hold."""
     if lines:
-        kind = CLASSES.get(str(fields.get("architecture")), "any model")
         raise CheckpointError(
             f"the checkpoint cannot be exported to {kind} of transformers, which computes something else:\n  "
             + "\n  ".join(lines)

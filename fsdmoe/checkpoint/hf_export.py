@@ -31,8 +31,9 @@ from fsdmoe.checkpoint.disk_names import Convention, check_written, disk_names
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, Shape, is_scale_history
 from fsdmoe.checkpoint.gpt_oss import on_disk
-from fsdmoe.checkpoint.hf_config import export_config, refuse_not_held
+from fsdmoe.checkpoint.hf_config import export_config, refuse_lines, refuse_not_held
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
+from fsdmoe.checkpoint.hf_held import routing_not_held
 from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.quantised import FP8_BLOCK, is_projection, quantise
 from fsdmoe.checkpoint.reader import RegionReader
@@ -230,12 +231,17 @@ def _refuse_adapters(name: str, index: Index) -> None:
 
 
 def _refuse_not_held(index: Index) -> None:
-    """Of a native model: what its family in transformers has not."""
+    """What its family in transformers has not. A wrapped model's bias of ``bias_rate`` is found later, by its
+    name."""
+    experts = (index.about.get("run") or {}).get("experts") or {}
+    selection = experts.get("selection", "top_k")
     fields = index.about.get("model_config")
     if isinstance(fields, dict):
-        experts = (index.about.get("run") or {}).get("experts") or {}
         has_bias = any(tensor.endswith(".e_score_correction_bias") for tensor in index.tensors)
-        refuse_not_held(fields, has_bias=has_bias, selection=experts.get("selection", "top_k"))
+        refuse_not_held(fields, has_bias=has_bias, selection=selection)
+    elif "hf_config" in index.about:
+        name = (index.about["hf_config"].get("architectures") or ["this model"])[0]
+        refuse_lines(name, routing_not_held(name, has_bias=False, selection=selection))
 
 
 def _tokenizer_of(about: Tree) -> str | None:

@@ -54,6 +54,7 @@ def offload_choices() -> tuple[Parts, ...]:
 def chosen(memory: MemoryConfig, recompute: Parts, offload: Parts) -> MemoryConfig:
     """The section with these parts, in all layers."""
     return MemoryConfig(
+        keep=memory.keep,
         recompute=tuple(sorted(recompute)),  # type: ignore[arg-type]
         offload=tuple(sorted(offload)),  # type: ignore[arg-type]
         offload_keep_last=memory.offload_keep_last,

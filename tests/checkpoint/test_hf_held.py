@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fsdmoe.checkpoint import hf_held
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.hf_export import _refuse_not_held
 from fsdmoe.checkpoint.hf_held import not_held
 from tests.support.hf_pairs import tiny
 
@@ -35,3 +39,12 @@ def test_the_only_value_of_a_field_may_follow_from_others(monkeypatch: pytest.Mo
     (line,) = not_held(fields | {"head_dim": width + 2}, has_bias=False)
     assert line.startswith(f"model.head_dim: Qwen3MoeForCausalLM has only {width} there, got {width + 2}")
     assert not_held({"architecture": "qwen3_moe"}, has_bias=False) == []
+
+
+def test_a_wrapped_model_whose_experts_chose_is_not_exported_as_one_whose_tokens_choose() -> None:
+    about = {"hf_config": {"architectures": ["MixtralForCausalLM"]}, "run": {"experts": {}}}
+    index: Any = SimpleNamespace(about=about, tensors={})
+    _refuse_not_held(index)
+    about["run"] = {"experts": {"selection": "expert_choice"}}
+    with pytest.raises(CheckpointError, match="in MixtralForCausalLM each token chooses its experts"):
+        _refuse_not_held(index)

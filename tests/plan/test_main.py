@@ -51,9 +51,10 @@ def test_a_file_keeps_its_own_keys_and_its_plan_passes_the_dry_run(
     given = tmp_path / "given.toml"
     given.write_text(
         '[model]\npreset = "tiny-qwen3"\n[data]\nseq_len = 64\n[optim]\nlr = 1e-5\n'
-        "[train]\nglobal_batch_size = 12\n"
+        '[train]\nglobal_batch_size = 12\n[memory]\nkeep = "rows"\n'
     )
     found = planned(capsys, tmp_path, str(given), 4)
+    assert found["config"]["memory"]["keep"] == "rows"
     assert found["config"]["optim"]["lr"] == 1e-5
     assert found["global_batch_size"] == 12
     assert found["config"]["data"]["seq_len"] == 64

@@ -65,7 +65,7 @@ def build_dispatcher(
                 links, num_experts, packing, top_k=top_k, policy=flex, clones=clones
             )
             return in_slots, Choice(name, in_slots.describe())
-        choice = Choice(AllToAllDispatcher.name, f"{clones.slots} slots a rank for clones of hot experts")
+        choice = choose_dispatcher(ExpertLayout(num_experts, top_k, links.ep.size), clones.slots)
         return CloningDispatcher(links, num_experts, packing, policy=clones), choice
     if name == "auto":
         choice = choose_dispatcher(ExpertLayout(num_experts, top_k, links.ep.size, links.etp.size))

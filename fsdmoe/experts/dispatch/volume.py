@@ -95,11 +95,14 @@ class Choice:
     reason: str
 
 
-def choose_dispatcher(layout: ExpertLayout) -> Choice:
-    """The dispatcher that costs least in expectation, and why, for the start-up report."""
+def choose_dispatcher(layout: ExpertLayout, clones: int = 0) -> Choice:
+    """The dispatcher that costs least in expectation, and why, for the start-up report; with ``clones`` slots
+    a rank, the one that sends them."""
     layout = replace(layout, groups=1, groups_per_token=1)  # which a dispatcher is not told
     if layout.ep == 1:
         return Choice("local", "every rank holds every expert (ep 1)")
+    if clones:
+        return Choice("all_to_all", f"{clones} slots a rank for clones of hot experts")
     exact, everyone = layout.rows_per_token("all_to_all"), layout.rows_per_token("allgather")
     dispatcher = "all_to_all" if exact * ALL_TO_ALL_COST < everyone else "allgather"
     others = "the other rank" if everyone == 1 else f"{everyone:.0f} other ranks"
