@@ -28,7 +28,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.fsdp import Engine
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
-from fsdmoe.kernels.architecture import current_architecture
+from fsdmoe.kernels.architecture import Architecture, current_architecture
 from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
 from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.fp8_operands import takes_products
@@ -84,11 +84,15 @@ def check_recipe(precision: PrecisionConfig) -> None:
 
 
 def chosen_backend(precision: PrecisionConfig) -> Literal["own"] | LibraryKey:
-    """Whose products the recipe takes here. By itself a run takes torchao's on Blackwell alone, where fsdmoe
-    has none."""
+    """Whose products the recipe takes here."""
+    return backend_on(precision, current_architecture())
+
+
+def backend_on(precision: PrecisionConfig, on: Architecture | None) -> Literal["own"] | LibraryKey:
+    """Whose products the recipe takes on such a GPU. ``auto`` takes torchao's on Blackwell, where fsdmoe has
+    none."""
     if precision.backend != "auto":
         return precision.backend
-    on = current_architecture()
     takes_torchao = (
         on == "blackwell"
         and precision.param_dtype == "bfloat16"

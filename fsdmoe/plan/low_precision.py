@@ -7,6 +7,7 @@ in place of a time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import get_args
 
@@ -14,7 +15,7 @@ from fsdmoe.kernels.architecture import Architecture
 from fsdmoe.kernels.libraries import LIBRARIES
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.precision.config import Part, PrecisionConfig
-from fsdmoe.quantized_layers import parts_with_kernels
+from fsdmoe.quantized_layers import backend_on, parts_with_kernels
 
 
 @lru_cache(maxsize=64)  # a search asks for every setting
@@ -22,16 +23,25 @@ def faster_parts(precision: PrecisionConfig, gpu: Gpu) -> frozenset[str]:
     """The parts whose products are computed in the format of the recipe."""
     if precision.recipe == "bf16":
         return frozenset()
-    has = gpu.has_fp8_kernels
-    backend = precision.backend
-    if backend == "auto":
-        backend = "own" if has or precision.emulate else "torchao"
+    on = _architecture(gpu)
+    backend = backend_on(precision, on)
     if backend == "own":
+        has = gpu.has_fp8_kernels
         found = frozenset(parts_with_kernels(precision, products=has, experts=has))
     else:
-        on: Architecture | None = "hopper" if has else "blackwell" if gpu.never_ran else None
         found = LIBRARIES[backend].parts(precision.recipe, on)
     return frozenset(precision.covers) & found
+
+
+def with_backend(precision: PrecisionConfig, gpu: Gpu) -> PrecisionConfig:
+    """With the products that ``backend = "auto"`` takes on this GPU."""
+    if precision.recipe == "bf16":
+        return precision
+    return replace(precision, backend=backend_on(precision, _architecture(gpu)))
+
+
+def _architecture(gpu: Gpu) -> Architecture | None:
+    return "hopper" if gpu.has_fp8_kernels else "blackwell" if gpu.never_ran else None
 
 
 def why_no_price(precision: PrecisionConfig, gpu: Gpu) -> str:

@@ -28,6 +28,7 @@ from fsdmoe.optim.config import MAX_BETA2
 from fsdmoe.plan.estimate import Estimate, estimate, filled, shortage
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting, memory_plan
+from fsdmoe.plan.low_precision import with_backend
 from fsdmoe.plan.memory import (
     MemoryEstimate,
     StepBytes,
@@ -313,7 +314,8 @@ class _Search:
         mesh = replace(self._config.mesh, dp_outer=d.dp_outer, cp=d.cp, tp=d.tp, ep=d.ep, etp=d.etp)
         train = replace(self._config.train, micro_batch_size=setting.micro_batch_size)
         return replace(
-            self._config, mesh=mesh, experts=setting.experts, fsdp=setting.fsdp, memory=setting.memory,
+            self._config, precision=with_backend(self._config.precision, self._gpu),
+            mesh=mesh, experts=setting.experts, fsdp=setting.fsdp, memory=setting.memory,
             train=train, optim=setting.optim, context_parallel=setting.context,
         )  # fmt: skip
 
