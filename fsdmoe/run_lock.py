@@ -26,7 +26,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -299,9 +299,19 @@ class RunLocks:
 
         from_first(take_each)
 
-    def guard(self, checkpoints: Checkpointer, ending: Ending) -> None:
-        """Save only while they are held, and hold them until no save is in flight."""
-        checkpoints.before_save = self.require
+    def guard(self, checkpoints: Checkpointer, ending: Ending, leave: Callable[[], None]) -> None:
+        """Save only while they are held, and hold them until no save is in flight. Once another run has taken
+        one over, nothing more is written there: ``leave``."""
+
+        def require() -> None:
+            try:
+                self.require()
+            except ConfigError:
+                ending.folder = None
+                leave()
+                raise
+
+        checkpoints.before_save = require
         ending.last.callback(checkpoints.join)
 
     def require(self) -> None:

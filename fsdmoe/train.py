@@ -135,7 +135,9 @@ class Run:
             decisions=decisions,
         )
         self._folder, self._is_main = folder, is_main
-        self.health = Health(config.health, self.model, meshes, folder=folder, step=step, tell=self._tell)
+        # An evaluation leaves the folder as it is: stacks are written there.
+        health = config.health if trains else replace(config.health, hang_seconds=0)
+        self.health = Health(health, self.model, meshes, folder=folder, step=step, tell=self._tell)
         self.duties += self.health.duties
         groups = group_lines(self.model, self.optimizer, config.optim.groups)
         self.observer.card(card | groups | self.health.card | self.checkpoints.card)
@@ -246,8 +248,8 @@ class Run:
                 self.observer.log_step(self.train_step())
             if step == first:
                 self._note_event("ready", step=step)
-            if self.health.must_go_back(progress["skipped_in_a_row"] > train.max_skipped_steps):
-                self._go_back()
+            is_endless = progress["skipped_in_a_row"] > train.max_skipped_steps
+            if self.health.must_go_back(is_endless) and self._go_back():
                 continue
             lifecycle.refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
             is_last = step == train.steps
@@ -263,16 +265,20 @@ class Run:
                 return f"{lifecycle.STOPPED}{asked}"
         return "finished"
 
-    def _go_back(self) -> None:
-        """To the newest checkpoint, with the data behind what was read: the same rows would do the same."""
+    def _go_back(self) -> bool:
+        """To the newest checkpoint, with the data behind what was read: the same rows would do the same.
+        Whether there was one."""
         loaded = self.checkpoints.go_back(self.state_without_data())
-        if loaded is not None:
-            stored = loaded["progress"]
-            self.scaler.load_state_dict(stored.pop("loss_scale", {}))
-            self.progress.update(stored, skipped_in_a_row=0)
-            self.observer.go_back(self.progress["step"])
-        self.health.gone_back()
+        self.health.gone_back(is_back=loaded is not None)
+        if loaded is None:
+            self._tell("there is no checkpoint of this run to go back to yet: the step's update is left out")
+            return False
+        stored = loaded["progress"]
+        self.scaler.load_state_dict(stored.pop("loss_scale", {}))
+        self.progress.update(stored, skipped_in_a_row=0)
+        self.observer.go_back(self.progress["step"])
         self._note_event("rollback", step=self.progress["step"])
+        return True
 
     def _tell(self, text: str) -> None:
         self.observer.note(text)
@@ -281,6 +287,11 @@ class Run:
     def _note_event(self, event: str, **facts: Any) -> None:
         if self._is_main:
             events.append(self._folder, event, **facts)
+
+    def leave_folder(self) -> None:
+        """Write nothing more there: it is another run's."""
+        self._is_main = False
+        self.observer.leave()
 
     def close(self, status: str) -> None:
         self.health.close()
@@ -322,7 +333,7 @@ def train(command: CommandLine) -> int:
             trains = not command.evaluate_only
             run = Run(decision.config, meshes, trains=trains, told=kept.told, decisions=decisions)
             kept.write()  # not earlier where checkpoints are: until they are loaded, the old one is theirs
-            locks.guard(run.checkpoints, ending)
+            locks.guard(run.checkpoints, ending, run.leave_folder)
             ending.on_close = run.close
             ending.progress = run.progress
             if command.evaluate_only:

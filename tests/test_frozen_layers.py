@@ -12,6 +12,8 @@ from torch import nn
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import api, storage
 from fsdmoe.checkpoint.adapter_names import is_adapter_name, stored_name
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.parts import refuse_codes
 from fsdmoe.errors import ConfigError
 from fsdmoe.frozen_layers import coding_of
 from fsdmoe.fsdp import engine_of
@@ -105,6 +107,12 @@ def life(folder: str, mesh: dict[str, int], dtype: str) -> dict[str, Any]:
     layer = model.get_submodule("model.layers.0.self_attn.q_proj")
     with pytest.raises(ConfigError, match=r"merge: expected weights in precision.param_dtype, got frozen"):
         layer.merge()  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"frozen_dtype: expected none for a model that is saved whole"):
+        refuse_codes(model, "is saved whole")
+    checkpoint.save(f"{folder}/whole", rounded)
+    settings = checkpoint.CheckpointConfig(load=f"{folder}/whole", load_only_model=True)
+    with pytest.raises(CheckpointError, match=r"once resumed it would go on with those of model\.hf"):
+        checkpoint.Checkpointer(settings, f"{folder}/run").load({"model": other})
     return found
 
 

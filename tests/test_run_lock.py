@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdmoe import failures, run_lock
+from fsdmoe import events, failures, run_lock
 from fsdmoe.config import Config
 from fsdmoe.config.command_line import CommandLine
 from fsdmoe.errors import ConfigError
@@ -229,7 +229,7 @@ def _overtaken(config: Config, folder: Path) -> str:
         meshes = build_meshes(config.mesh)
         locks = hold_folders(CommandLine(config, dry_run=False, world_size=2), ending)
         run = Run(config, meshes)
-        locks.guard(run.checkpoints, ending)
+        locks.guard(run.checkpoints, ending, run.leave_folder)
         run.train_step()
         run.checkpoints.save(1, run.state(), in_background=False)
         if dist.get_rank() == 0:
@@ -247,4 +247,7 @@ def test_a_run_whose_folder_was_taken_over_stops_before_it_writes(tmp_path: Path
             f"train.output_dir: this run no longer holds {tmp_path}, which the run of host"
         )
     assert [path.name for path in (tmp_path / "checkpoints").glob("step*")] == ["step_00000001"]
+    assert not (tmp_path / "summary.txt").exists()
+    assert not (tmp_path / failures.ERRORS).exists()
+    assert [each["event"] for each in events.read(tmp_path)][-1] == "ready"
     assert "elsewhere" in (tmp_path / LOCK).read_text()

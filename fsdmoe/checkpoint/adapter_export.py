@@ -55,6 +55,7 @@ def to_adapter(
     there, called = split_address(target)
 
     def write() -> None:
+        refuse_trained_base(reader)
         boxes, config = adapter_content(reader, adapter, layout)
         config = _with_known_base(reader, config)
         is_adapter = there.size(called, CONFIG) is not None
@@ -73,6 +74,16 @@ def to_adapter(
             raise
 
     from_first(write)
+
+
+def refuse_trained_base(reader: RegionReader) -> None:
+    """Factors fit the weights that were trained with them."""
+    settings = (reader.index.about.get("run") or {}).get("adapter") or {}
+    if settings.get("freeze_base") is False:
+        raise CheckpointError(
+            f"{reader.name}: adapter.freeze_base: expected true, got false: the run trained the model's own "
+            "weights too, which the base does not have; load it, call merge_and_unload, save it and use to-hf"
+        )
 
 
 def _with_known_base(reader: RegionReader, config: Tree) -> Tree:

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from fsdmoe.checkpoint.adapter_base import other_weight
-from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content
+from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content, refuse_trained_base
 from fsdmoe.checkpoint.adapter_names import SHELL, stored_name
 from fsdmoe.checkpoint.adapter_updates import Factors, find_factors, refuse_other_kinds
 from fsdmoe.checkpoint.agree import from_first, together
@@ -49,8 +51,6 @@ from fsdmoe.checkpoint.storage import Storage, StrPath, read_file, split_address
 from fsdmoe.checkpoint.tree import Tree
 
 logger = logging.getLogger(__name__)
-_TRIED = 8
-"""Weights that are merged and rounded to see what is lost."""
 _MOST_LOST = 0.5
 """Of an update, by its norm."""
 
@@ -185,9 +185,13 @@ def _refuse_quantised(base: str, folder: HFFolder, dtype: torch.dtype | None, *,
 
 
 def _refuse_lost_updates(changed: Mapping[str, _Merged]) -> None:
-    """Compare what FP8 rounds away with the update, in a few weights, before anything is written."""
-    names = list(changed)
-    for name in names[:: max(1, len(names) // _TRIED)]:
+    """Compare what FP8 rounds away with the update, in a few weights of each projection, before anything is
+    written."""
+    kinds: dict[str, list[str]] = {}
+    for name in changed:
+        kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
+    tried = [dict.fromkeys((names[0], names[len(names) // 2], names[-1])) for names in kinds.values()]
+    for name in chain.from_iterable(tried):
         merged = changed[name].merged()
         update = (merged - changed[name].base().float()).norm().item()
         codes, scales = quantise(merged)
@@ -274,12 +278,7 @@ def _open_folder(storage: Storage, called: str) -> tuple[Boxes, Tree]:
 
 
 def _of_checkpoint(reader: RegionReader, name: str) -> tuple[Boxes, Tree]:
-    settings = (reader.index.about.get("run") or {}).get("adapter") or {}
-    if settings.get("freeze_base") is False:
-        raise CheckpointError(
-            f"{reader.name}: adapter.freeze_base: expected true, got false: the run trained the model's own "
-            "weights too, which the base does not have; load it, call merge_and_unload, save it and use to-hf"
-        )
+    refuse_trained_base(reader)
     return adapter_content(reader, name, "peft")
 
 

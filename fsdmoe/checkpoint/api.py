@@ -75,6 +75,8 @@ class Loaded:
     """What the writer recorded about itself."""
     damaged: tuple[str, ...] = ()
     """Newer ones that were passed over."""
+    filled_codes: bool = False
+    """It had weights that are kept as codes here, which no checkpoint of this model holds."""
 
 
 def save(
@@ -186,7 +188,8 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
                 together(functools.partial(_fill_coded, storage, name, base, part, policy))
         together(functools.partial(take_codes, reader, taken))  # last: values made codes of all
     # together: a part that refuses its state on one rank ends the run on all of them
-    return Loaded(name, together(lambda: restore(parts, tree, policy.optimizer_settings)), index.about)
+    values = together(lambda: restore(parts, tree, policy.optimizer_settings))
+    return Loaded(name, values, index.about, filled_codes=bool(coded) and bool(base.tensors))
 
 
 def _to_fill(index: Index, parts: Mapping[str, Any], policy: LoadPolicy) -> tuple[Tree, Index]:

@@ -37,6 +37,13 @@ from fsdmoe.rules import size_text
 logger = logging.getLogger(__name__)
 
 
+_BASE_ELSEWHERE = (
+    "expected a checkpoint without the weights that are frozen as codes here, got one with them: this run's "
+    "own checkpoints leave them out, so once resumed it would go on with those of model.hf; write that "
+    "checkpoint to a folder with to-hf and name the folder in model.hf"
+)
+
+
 class Checkpointer(Saver):
     """Saves and resumes one run: intervals, background saves, retention. Every method is collective."""
 
@@ -63,6 +70,12 @@ class Checkpointer(Saver):
         self._copies = MemoryCopies(config, folder, meshes, about) if config.in_memory else None
         self._tidied = False
         self._damaged: frozenset[str] = frozenset()
+        self._resumed = ""
+        """The checkpoint of this run that was loaded whole."""
+        self._filled_codes = False
+        """Another checkpoint had weights that this run keeps as codes."""
+        self._others: frozenset[int] = frozenset()
+        """The serials of checkpoints in the folder that are not of this course of the run."""
         self.before_save: Callable[[], None] = lambda: None
         """Called on the first rank before each save; its error is every rank's, and nothing is saved."""
         self.told: Container[str] = ()
@@ -121,6 +134,11 @@ class Checkpointer(Saver):
         if loaded is not None:
             self._say_changes("resumed", f"{loaded.name} of the copies in memory", loaded.about)
         values = self.load_only(parts, is_optional=True) if loaded is None else loaded.values
+        if loaded is None:
+            self._others = frozenset(from_first(self._serials_of_others))
+        if self._filled_codes:
+            with self._naming_the_key():
+                raise CheckpointError(_BASE_ELSEWHERE)
         if self.config.interval > 0:
             self.prepare(parts)
         if self._copies is not None:
@@ -226,9 +244,12 @@ class Checkpointer(Saver):
         return True
 
     def go_back(self, parts: Parts) -> Tree | None:
-        """Load this run's newest checkpoint in the middle of it; None when there is none. What was done since
-        is dropped, with its copies in memory."""
+        """Load this run's newest checkpoint in the middle of it: of those that this start saved, then the one
+        that it resumed and earlier ones; None when there is none. What was done since is dropped, with its
+        copies in memory."""
         self.wait()
+        if not from_first(self._recovered):
+            return None
         if self._copies is not None:
             self._copies.clear()
         return self.load_latest(parts)
@@ -240,6 +261,7 @@ class Checkpointer(Saver):
             return None
         loaded = load_first(self.storage, names, parts, self._policy(), explicit=False)
         self._damaged = frozenset(loaded.damaged)
+        self._resumed = "" if set(parts) == {"model"} else loaded.name
         self._say_changes("resumed", f"{self.storage.root}/{loaded.name}", loaded.about)
         return loaded.values
 
@@ -250,6 +272,9 @@ class Checkpointer(Saver):
             lambda: require_start(path, weights_only=weights_only, limits=self._limits)
         )
         loaded = load_first(open_storage(root, self._limits), names, parts, self._policy(), explicit=explicit)
+        if not weights_only and root == self.storage.root:
+            self._resumed = loaded.name
+        self._filled_codes = loaded.filled_codes
         self._say_changes("loaded", f"{root}/{loaded.name}", loaded.about)
         return loaded.values
 
@@ -320,7 +345,13 @@ class Checkpointer(Saver):
 
     def _recovered(self) -> list[str]:
         self.storage.recover()
-        return [entry.name for entry in entries(self.storage)]
+        return [entry.name for entry in entries(self.storage) if entry.serial not in self._others]
+
+    def _serials_of_others(self) -> list[int]:
+        """Of all but the checkpoint that was resumed, and those before it."""
+        found = entries(self.storage)
+        resumed = [place for place, entry in enumerate(found) if entry.name == self._resumed]
+        return [entry.serial for entry in found[: resumed[0] if resumed else len(found)]]
 
     def _policy(self) -> LoadPolicy:
         return LoadPolicy(verify=self.config.verify, threads=self.config.threads, meshes=self._meshes)

@@ -25,6 +25,7 @@ from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.settings import OptimizerSettings, settled
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.fsdp.frozen_codes import CodedUnit, coded_units
 from fsdmoe.fsdp.subclass import inner_tensors, is_subclass
@@ -82,6 +83,17 @@ def restore(parts: Mapping[str, Any], tree: Tree, settings: OptimizerSettings = 
         else:
             plain[key] = state
     return plain
+
+
+def refuse_codes(model: nn.Module, does: str) -> None:
+    """Raise where weights are kept as codes: whole weights have no place for them."""
+    coded = [n for n, p in model.named_parameters() if isinstance(p, ShardedTensor) and p.access.is_coded]
+    if coded:
+        raise ConfigError(
+            f"precision.frozen_dtype: expected none for a model that {does}, got {coded[0]} and "
+            f"{len(coded) - 1} more in codes, which would be left out; take them from the folder that the "
+            "model was loaded from, or build it without the key"
+        )
 
 
 def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, torch.Tensor]:

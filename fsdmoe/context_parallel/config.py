@@ -29,7 +29,8 @@ class ContextParallelConfig:
     varlen: Varlen = "auto"
     """Where sequences are not split: attend inside packed documents by one variable-length call, without work
     across documents (always), or mask whole rows (never). auto: the call on GPUs that compute in 16 bits,
-    for decoders of fsdmoe; a row of one document needs neither."""
+    for decoders of fsdmoe, and wrapped ones that a trial shows to follow it; a row of one document needs
+    neither."""
     max_tokens: int = 8192
     """With dynamic: the most tokens of one micro-batch on one rank, as far as memory for activations goes."""
 

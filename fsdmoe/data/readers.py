@@ -28,7 +28,7 @@ from fsdmoe.data.config import OnError, SourceConfig, source_name
 from fsdmoe.data.files import SourceFile
 from fsdmoe.errors import ConfigError
 
-_BLOCK_CHARACTERS = 1 << 22
+_BLOCK_BYTES = 1 << 22
 
 
 class Record(NamedTuple):
@@ -147,27 +147,33 @@ def _open(path: Path) -> BinaryIO:
 
 def _read_text(key: str, path: Path, separator: str, dropped: Dropped) -> Iterator[str]:
     """A text file, whole or cut at the separator, empty documents included (what follows the last separator
-    aside). Read in blocks, so that a file may be larger than memory. What is no text ends the file."""
+    aside), without those that are no text. Read in blocks, so that a file may be larger than memory."""
     try:
-        with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
-            if not separator:
-                yield file.read()
-                return
-            rest = ""
-            while block := file.read(_BLOCK_CHARACTERS):
-                *documents, rest = (rest + block).split(separator)
-                yield from documents
-            if rest:
-                yield rest
-    except UnicodeDecodeError as error:
-        dropped.add_error(
-            ConfigError(
-                f"{key}.path: {path} is not UTF-8 text ({error.reason}); convert it, or leave it out with "
-                f"{key}.glob"
-            )
-        )
+        with _open(path) as file:
+            for document in _cut(file, separator.encode()):
+                try:
+                    yield document.decode()
+                except UnicodeDecodeError as error:
+                    dropped.add_error(
+                        ConfigError(
+                            f"{key}.path: {path} is not UTF-8 text ({error.reason}); convert it, or leave it "
+                            f"out with {key}.glob"
+                        )
+                    )
     except (OSError, EOFError) as error:
         raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
+
+
+def _cut(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    if not separator:
+        yield file.read()
+        return
+    rest = b""
+    while block := file.read(_BLOCK_BYTES):
+        *documents, rest = (rest + block).split(separator)
+        yield from documents
+    if rest:
+        yield rest
 
 
 def _read_lines(key: str, path: Path) -> Iterator[tuple[str, bytes]]:

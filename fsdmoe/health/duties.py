@@ -63,9 +63,10 @@ class SpikeDuty(StepDuty):
         self.must_go_back = self._action == "rollback"
         return False
 
-    def gone_back(self) -> None:
+    def gone_back(self, *, is_back: bool) -> None:
         self.must_go_back = False
-        self._spikes.clear()
+        if is_back:
+            self._spikes.clear()
 
 
 class ChecksumDuty(StepDuty):
@@ -186,18 +187,18 @@ class Health:
             return False
         if not (self._spikes.must_go_back or is_endless):
             return False
-        self._num_rollbacks += 1
-        if self._num_rollbacks > self.config.max_rollbacks:
+        if self._num_rollbacks == self.config.max_rollbacks:
             raise ConfigError(
                 f"health.max_rollbacks: the loss jumped again after {self.config.max_rollbacks} returns to a "
                 "checkpoint; lower optim.lr or look at the data"
             )
         return True
 
-    def gone_back(self) -> None:
-        """The run continues from a checkpoint before the spike."""
+    def gone_back(self, *, is_back: bool) -> None:
+        """The run continues from a checkpoint before the spike; or from here, where there is none."""
         assert self._spikes is not None
-        self._spikes.gone_back()
+        self._num_rollbacks += is_back
+        self._spikes.gone_back(is_back=is_back)
 
     def close(self) -> None:
         """The run is over."""

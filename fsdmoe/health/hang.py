@@ -44,9 +44,13 @@ class HangWatch:
         self.step = 0
         stacks = folder / "stacks"
         stacks.mkdir(parents=True, exist_ok=True)
-        self._stacks = (stacks / f"rank_{self._rank}.txt").open("w")
+        # Behind those of earlier starts: a launcher starts a run that hung again at once.
+        self._stacks = (stacks / f"rank_{self._rank}.txt").open("a")
+        if self._stacks.tell():
+            self._stacks.write(f"\nanother start, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+            self._stacks.flush()
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
-        self._written = 0
+        self._written = os.fstat(self._stacks.fileno()).st_size
         self._asked = 0
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe import checkpoint
-from fsdmoe.checkpoint.parts import model_state
+from fsdmoe.checkpoint.parts import model_state, refuse_codes
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import Engine, ShardedTensor, engine_of, is_fully_sharded
+from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.mesh import Axis
 from fsdmoe.optim import clip_grad_norm
 
@@ -191,6 +192,8 @@ def whole_weights(
 ) -> dict[str, torch.Tensor]:
     """Whole weights in host memory by their name in the model, where they are to be kept; ``dtype`` casts.
     Collective, one tensor at a time."""
+    if not any(map(has_factors, model.modules())):  # else the adapters are wanted
+        refuse_codes(model, "is saved whole")
     found = {}
     for name, tensor in model_state(model).items():
         whole = tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor

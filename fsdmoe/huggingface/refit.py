@@ -26,7 +26,7 @@ from fsdmoe.checkpoint.disk_names import (
     names_to_read,
 )
 from fsdmoe.checkpoint.gpt_oss import on_disk
-from fsdmoe.checkpoint.parts import model_state
+from fsdmoe.checkpoint.parts import model_state, refuse_codes
 from fsdmoe.checkpoint.quantised import is_projection, quantise
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor
@@ -101,6 +101,7 @@ def _converted(
 def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Iterator[tuple[str, Tensor]]:
     convention = NAMES_AS_IN_MEMORY if names == "memory" else _convention(model)
     _refuse_adapters(model)
+    refuse_codes(model, "is sent")
     for name, tensor in model_state(model).items():
         if is_adapter_name(name):
             continue

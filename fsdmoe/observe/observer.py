@@ -103,6 +103,12 @@ class Observer:
         if found:
             self.describe(rank_facts(found, num_steps=num_steps))
 
+    def leave(self) -> None:
+        """The folder is another run's by now: nothing more is written there."""
+        if self._main is not None:
+            self._main.screen.close()
+            self._main = None
+
     def go_back(self, step: int) -> None:
         """The run continues after ``step``, which was earlier: what was recorded since is dropped."""
         self._facts = replace(self._facts, start_step=step)

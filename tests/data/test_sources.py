@@ -69,7 +69,7 @@ def test_a_directory_is_read_recursively_in_sorted_order_through_its_glob(tmp_pa
 def test_a_separator_cuts_a_file_into_documents_wherever_blocks_of_reading_end(
     tmp_path, section, monkeypatch
 ):
-    monkeypatch.setattr("fsdmoe.data.readers._BLOCK_CHARACTERS", 3)
+    monkeypatch.setattr("fsdmoe.data.readers._BLOCK_BYTES", 3)
     (tmp_path / "a.txt").write_text("one<sep>two<sep><sep>three three")
     assert documents(section(kind="text", path=str(tmp_path), glob="a.txt", separator="<sep>")) == [
         "one",
@@ -413,6 +413,15 @@ def test_a_file_that_is_no_text_stops_or_is_skipped(tmp_path, section):
     assert documents(skipping) == ["one", "three"]
     (source,) = open_stream(skipping).sources()
     assert dict(source.dropped) == {"records that cannot be read": 1}
+
+
+def test_of_a_file_that_is_cut_only_documents_that_are_no_text_are_left_out(tmp_path, section, monkeypatch):
+    monkeypatch.setattr("fsdmoe.data.readers._BLOCK_BYTES", 3)
+    (tmp_path / "a.txt").write_bytes("zw\u00f6lf|".encode() + b"\xff\xfe|three|\xe2")
+    skipping = section(kind="text", path=str(tmp_path), separator="|", on_error="skip")
+    assert documents(skipping) == ["zw\u00f6lf", "three"]
+    (source,) = open_stream(skipping).sources()
+    assert dict(source.dropped) == {"records that cannot be read": 2}
 
 
 @pytest.mark.parametrize(("bad", "named"), [(300, "token 41"), (-1, "token 41")])

@@ -71,10 +71,12 @@ def test_two_hundred_clean_steps_raise_no_alarm(tmp_path: Path) -> None:
     assert run_ranks(_clean, 2, str(tmp_path))[0] == ["start", "end"]
 
 
-def _spike(folder: str, action: str) -> tuple[list[int], list[str], list[bool]]:
+def _spike(
+    folder: str, action: str, interval: int = 2, load: str = "latest"
+) -> tuple[list[int], list[str], list[bool]]:
     """The loss of the sixth step is a spike; checkpoints are of every second step."""
     run = _run(
-        folder, mesh__ep=2, train__steps=9, checkpoint__interval=2, checkpoint__load="latest",
+        folder, mesh__ep=2, train__steps=9, checkpoint__interval=interval, checkpoint__load=load,
         health__on_spike=action,
     )  # fmt: skip
     losses: list[float] = []
@@ -113,6 +115,27 @@ def test_a_spike_is_skipped_lowered_or_rolled_back(tmp_path: Path, action: str) 
     assert changed == expected
 
 
+def _spike_in_a_used_folder(folder: str) -> tuple[list[int], list[str], list[bool]]:
+    """That of a run which was finished, and of another one in its place."""
+    first = _run(folder, mesh__ep=2, train__steps=9, checkpoint__interval=2)
+    first.loop([])
+    first.checkpoints.close()
+    first.close("finished")
+    for name in ("metrics.jsonl", "events.jsonl"):
+        if dist.get_rank() == 0:
+            (Path(folder) / name).unlink()
+    dist.barrier()
+    return _spike(folder, "rollback", interval=100, load="none")
+
+
+def test_without_a_checkpoint_of_its_own_a_run_skips_what_it_cannot_roll_back(tmp_path: Path) -> None:
+    steps, kinds, changed = run_ranks(_spike_in_a_used_folder, 2, str(tmp_path))[0]
+    assert steps == list(range(1, 10))
+    assert kinds == ["start", "ready", "fault", "fault", "end"]
+    assert changed == [step != 6 for step in steps]
+    assert (tmp_path / "checkpoints").is_dir()
+
+
 def _hang(folder: str) -> None:
     watch = HangWatch(2.0, Path(folder), place_of_ranks())
     dist.barrier()
@@ -120,6 +143,17 @@ def _hang(folder: str) -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
     time.sleep(math.inf if dist.get_rank() == 0 else 10**6)
+
+
+def _watch(folder: str) -> None:
+    HangWatch(100.0, Path(folder), place_of_ranks()).close()
+
+
+def test_stacks_of_an_earlier_start_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "rank_0.txt").write_text("in _hang\n")
+    run_ranks(_watch, 1, str(tmp_path), fresh=True)
+    assert (tmp_path / "stacks" / "rank_0.txt").read_text().startswith("in _hang\n\nanother start, 20")
 
 
 @pytest.mark.full
