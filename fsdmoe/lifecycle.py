@@ -29,8 +29,8 @@ def refuse_endless_skips(in_a_row: int, most: int) -> None:
     """Stop a run that no longer trains."""
     if in_a_row > most:
         raise ConfigError(
-            f"train.max_skipped_steps: {in_a_row} steps in a row were not finite in loss or gradient; lower "
-            "optim.lr or look at the data"
+            f"train.max_skipped_steps: {in_a_row} steps in a row were skipped, for a loss or gradient that "
+            "is not finite or by health.on_spike; lower optim.lr or look at the data"
         )
 
 

@@ -137,7 +137,7 @@ class Run:
         self._folder, self._is_main = folder, is_main
         # An evaluation leaves the folder as it is: stacks are written there.
         health = config.health if trains else replace(config.health, hang_seconds=0)
-        self.health = Health(health, self.model, meshes, folder=folder, step=step, tell=self._tell)
+        self.health = Health(health, self.model, meshes, folder=folder, tell=self._tell)
         self.duties += self.health.duties
         groups = group_lines(self.model, self.optimizer, config.optim.groups)
         self.observer.card(card | groups | self.health.card | self.checkpoints.card)

@@ -70,13 +70,15 @@ class SpikeDuty(StepDuty):
 
 
 class ChecksumDuty(StepDuty):
-    def __init__(self, checksums: Checksums, interval: int, step: int) -> None:
+    def __init__(self, checksums: Checksums, interval: int) -> None:
         self._checksums = checksums
         self._interval = interval
-        self._step = step
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        self._step = step + 1
 
     def after_update(self, loads_LE: Tensor) -> None:
-        self._step += 1
         if self._step % self._interval == 0:
             self._checksums.compare(self._step)
 
@@ -147,7 +149,7 @@ class Health:
     """What looks after one run. Building it is collective."""
 
     def __init__(
-        self, config: HealthConfig, model: nn.Module, meshes: Meshes, *, folder: Path, step: int, tell: Tell
+        self, config: HealthConfig, model: nn.Module, meshes: Meshes, *, folder: Path, tell: Tell
     ) -> None:
         self.config = config
         self.duties: list[StepDuty] = []
@@ -163,7 +165,7 @@ class Health:
             self._spikes = SpikeDuty(config, tell)
             self.duties.append(self._spikes)
         if config.checksums:
-            self.duties.append(ChecksumDuty(Checksums(model, meshes, places), config.checksums, step))
+            self.duties.append(ChecksumDuty(Checksums(model, meshes, places), config.checksums))
         if config.step_times:
             self.duties.append(StepTimeDuty(config.step_times, places, tell))
         if config.hang_seconds:

@@ -102,6 +102,11 @@ def row_scalars(row: Row) -> dict[str, float]:
     return found | ({"train/attention_logits": max(logits)} if logits else {})
 
 
+def unknown_scalars(row: Row) -> dict[str, float]:
+    """Loss and norm where they are not finite: these must not look like those of the step before."""
+    return {_TAGS[key]: math.nan for key in ("loss", "grad_norm") if key in row and row[key] is None}
+
+
 def finite_or_none(value: Any) -> Any:
     """``value`` with every float that JSON cannot say replaced by None, through dictionaries and lists."""
     return tree_map_only(float, lambda number: number if math.isfinite(number) else None, value)

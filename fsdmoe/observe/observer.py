@@ -30,7 +30,7 @@ from fsdmoe.observe.devices import device_name, peak_for, peak_memory_gib
 from fsdmoe.observe.drawing import charts_for
 from fsdmoe.observe.expert_load import load_figures, loads_to_host
 from fsdmoe.observe.history import History
-from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none, row_scalars
+from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none, row_scalars, unknown_scalars
 from fsdmoe.observe.profiler import StepProfiler
 from fsdmoe.observe.progress import Clock, progress_line
 from fsdmoe.observe.rank_times import by_rank, rank_facts, rank_lines
@@ -205,7 +205,8 @@ class _MainRank:
         for each in self._loggers:
             each.log(record.step, row_scalars(row))
         if self._server is not None:
-            self._server.update({"step": record.step, "skipped": record.skipped} | row_scalars(row))
+            counts = {"step": record.step, "skipped": record.skipped}
+            self._server.update(counts | unknown_scalars(row) | row_scalars(row))
         self.screen.show(row, self._pace.seconds_left(self.facts.total_steps))
         for line in (self._dead_experts.add(loads), self._busy_ranks.add(row.get("busiest_rank"))):
             if line is not None:
@@ -258,6 +259,8 @@ class _MainRank:
         row = finite_or_none(row if averaged is None else row | {"eval_loss_ema": averaged})
         self._metrics.write(row)
         self._history.add(row)
+        if self._server is not None:
+            self._server.update(row_scalars(row))
         value = row["eval_loss"]
         if value is None:
             self.screen.note(f"step {step}: evaluation loss is not finite")

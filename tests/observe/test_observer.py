@@ -4,6 +4,7 @@ import math
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -317,3 +318,15 @@ def test_the_time_left_follows_the_recent_pace():
         pace.add(now, step)
     assert pace.seconds_left(64) == pytest.approx(10.0)
     assert pace.seconds_left(54) == 0.0
+
+
+def test_a_loss_that_is_none_is_not_served_as_the_one_before(tmp_path):
+    observer = make_observer(tmp_path, replace(PLAIN, log_interval=1, prometheus="127.0.0.1:0"))
+    for step, loss in ((1, 5.0), (2, math.nan)):
+        observer.log_step(make_record(step, loss=loss))
+    observer.log_eval(2, 3.5)
+    text = observer._main._server.text()
+    observer.close("finished")
+    assert re.search(r"fsdmoe_train_loss\{.*\} nan\n", text)
+    assert re.search(r"fsdmoe_train_grad_norm\{.*\} 0\.5\n", text)
+    assert re.search(r"fsdmoe_eval_loss\{.*\} 3\.5\n", text)

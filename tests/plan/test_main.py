@@ -181,7 +181,7 @@ def test_an_emulated_run_is_not_sold_at_the_price_of_bf16(
 ) -> None:
     file = tmp_path / "run.toml"
     text = '[model]\npreset = "tiny-qwen3"\n[data]\nseq_len = 64\n'
-    file.write_text(f'{text}[precision]\nrecipe = "{recipe}"\nemulate = true\n')
+    file.write_text(f'{text}[precision]\nrecipe = "{recipe}"\nemulate = true\nbackend = "own"\n')
     command = [str(file), "--gpus", "2", "--gpu", "gb200", "--ep", "2"]
     assert main([*command, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
