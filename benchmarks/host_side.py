@@ -117,7 +117,7 @@ def main() -> None:
         config = config_of(temporary, is_tiny=options.tiny)
         run = Run(config, build_meshes(config.mesh))
         folder = Path(temporary)
-        health = Health(WATCHED, run.model, run.meshes, folder=folder, step=0, tell=lambda text: None)
+        health = Health(WATCHED, run.model, run.meshes, folder=folder, tell=lambda text: None)
         step_seconds(run, "plain", 10)
         for number in range(options.turns):
             order = TURNS[number % len(TURNS) :] + TURNS[: number % len(TURNS)]
