@@ -189,7 +189,7 @@ def _refuse_lost_updates(changed: Mapping[str, _Merged]) -> None:
     written."""
     kinds: dict[str, list[str]] = {}
     for name in changed:
-        kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
+        kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "", name), []).append(name)
     tried = [dict.fromkeys((names[0], names[len(names) // 2], names[-1])) for names in kinds.values()]
     for name in chain.from_iterable(tried):
         merged = changed[name].merged()

@@ -136,7 +136,7 @@ class Checkpointer(Saver):
         values = self.load_only(parts, is_optional=True) if loaded is None else loaded.values
         if loaded is None:
             self._others = frozenset(from_first(self._serials_of_others))
-        if self._filled_codes:
+        if self._filled_codes and self.config.interval >= 0:
             with self._naming_the_key():
                 raise CheckpointError(_BASE_ELSEWHERE)
         if self.config.interval > 0:
@@ -261,7 +261,9 @@ class Checkpointer(Saver):
             return None
         loaded = load_first(self.storage, names, parts, self._policy(), explicit=False)
         self._damaged = frozenset(loaded.damaged)
-        self._resumed = "" if set(parts) == {"model"} else loaded.name
+        weights_only = set(parts) == {"model"}
+        self._resumed = "" if weights_only else loaded.name
+        self._filled_codes = loaded.filled_codes and weights_only
         self._say_changes("resumed", f"{self.storage.root}/{loaded.name}", loaded.about)
         return loaded.values
 
@@ -272,7 +274,7 @@ class Checkpointer(Saver):
             lambda: require_start(path, weights_only=weights_only, limits=self._limits)
         )
         loaded = load_first(open_storage(root, self._limits), names, parts, self._policy(), explicit=explicit)
-        if not weights_only and root == self.storage.root:
+        if not weights_only and self._place in ("set_back", "own"):
             self._resumed = loaded.name
         self._filled_codes = loaded.filled_codes
         self._say_changes("loaded", f"{root}/{loaded.name}", loaded.about)

@@ -106,7 +106,7 @@ class Observer:
     def leave(self) -> None:
         """The folder is another run's by now: nothing more is written there."""
         if self._main is not None:
-            self._main.screen.close()
+            self._main.close_what_is_elsewhere("failed")
             self._main = None
 
     def go_back(self, step: int) -> None:
@@ -287,10 +287,14 @@ class _MainRank:
 
     def close_files(self, status: str) -> None:
         """Nothing more is recorded here."""
-        self.screen.close()
         self._metrics.close()
         if self._board is not None:
             self._board.close()
+        self.close_what_is_elsewhere(status)
+
+    def close_what_is_elsewhere(self, status: str) -> None:
+        """All that is not in the folder."""
+        self.screen.close()
         for each in self._loggers:
             each.close(status)
         if self._server is not None:

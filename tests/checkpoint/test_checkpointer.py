@@ -155,6 +155,34 @@ def test_a_run_that_was_set_back_resumes_its_own_newest_not_an_abandoned_future(
     assert state["part"]["x"][0] == 40
 
 
+def test_a_rollback_takes_checkpoints_of_this_course_of_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("run")  # relative, as in most configurations
+
+    def parts(step: int) -> dict[str, Any]:
+        return {"step": step, "model": {"x": torch.full((4,), float(step))}}
+
+    one = saver(run, keep_last=10)
+    for step in (2, 4, 6):
+        one.save(step, parts(step))
+    set_back = saver(run, keep_last=10, load="run/step_00000004")
+    set_back.load(parts(0))
+    assert set_back.go_back(parts(0))["step"] == 4  # type: ignore[index]
+    set_back.save(5, parts(5))
+    assert set_back.go_back(parts(0))["step"] == 5  # type: ignore[index]
+    assert saver(run).load(parts(0))["step"] == 5  # type: ignore[index]
+    for load, only_model in (("none", False), ("latest", True), ("run/step_00000002", True)):
+        other = saver(run, keep_last=10, load=load, load_only_model=only_model)
+        other.load(parts(0))
+        assert other.go_back(parts(0)) is None, load
+    other = saver(run, keep_last=10, load="none")
+    other.load(parts(0))
+    other.save(1, parts(1))
+    assert other.go_back(parts(0))["step"] == 1  # type: ignore[index]
+
+
 def test_a_crash_before_the_pointer_costs_nothing(tmp_path: Path) -> None:
     one = saver(tmp_path)
     one.save(2, parts(2))
