@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,21 +40,24 @@ def test_ranks_in_different_collectives_of_one_number_are_named() -> None:
     ]
 
 
-def _skip() -> list[Any]:
-    """The last rank leaves out a collective; what the recorder says of it."""
+def _skip(looked: Path) -> list[Any]:
+    """The last rank leaves out a collective until the first has looked; what the recorder says of it."""
     dist.barrier()
     value = torch.ones(1)
     work = dist.all_reduce(value, async_op=True) if dist.get_rank() == 0 else None
     found = open_collectives(entries())
     if work is None:
+        while not looked.exists():
+            time.sleep(0.01)
         dist.all_reduce(value)
     else:
+        looked.touch()
         work.wait()
     return [list(each) for each in found.values()]
 
 
-def test_torch_records_the_collective_that_a_rank_waits_in() -> None:
-    waiting, other = run_ranks(_skip, 2)
+def test_torch_records_the_collective_that_a_rank_waits_in(tmp_path: Path) -> None:
+    waiting, other = run_ranks(_skip, 2, tmp_path / "looked")
     assert waiting[0][1:] == ["all_reduce over all ranks", True, [0, 1]]
     assert other[0][0] < waiting[0][0]
 
