@@ -93,9 +93,9 @@ class ParallelPolicy:
     """The same of wrapped models."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", own_where_needed(self.sections()))
-        check_recipe(self.precision)
         sections = self.sections()
+        object.__setattr__(self, "precision", own_where_needed(sections))
+        check_recipe(self.precision)
         refuse_sections(sections)
         object.__setattr__(self, "depends_on_meshes", has_rows_with(sections, ("mesh", "context_parallel")))
         object.__setattr__(self, "depends_on_model", has_rows_with(sections, ("model", "adapter")))

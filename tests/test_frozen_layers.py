@@ -18,8 +18,10 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.frozen_layers import coding_of
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.frozen_codes import coded_units
+from fsdmoe.huggingface.accelerator import whole_weights
 from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.lora_config import AdapterConfig
+from fsdmoe.huggingface.refit import iterate_weights
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
@@ -113,6 +115,12 @@ def life(folder: str, mesh: dict[str, int], dtype: str) -> dict[str, Any]:
     settings = checkpoint.CheckpointConfig(load=f"{folder}/whole", load_only_model=True)
     with pytest.raises(CheckpointError, match=r"once resumed it would go on with those of model\.hf"):
         checkpoint.Checkpointer(settings, f"{folder}/run").load({"model": other})
+    checkpoint.Checkpointer(checkpoint.CheckpointConfig(asynchronous=False), f"{folder}/tuned").save(
+        1, {"model": rounded}
+    )
+    settings = checkpoint.CheckpointConfig(load="latest", load_only_model=True)
+    with pytest.raises(CheckpointError, match=r"once resumed it would go on with those of model\.hf"):
+        checkpoint.Checkpointer(settings, f"{folder}/tuned").load({"model": other})
     return found
 
 
@@ -166,6 +174,21 @@ def test_adapters_learn_as_on_a_base_that_was_rounded_beforehand(
 
 
 RECIPE: dict[str, Any] = {"param_dtype": "float32", "recipe": "fp8_blockwise", "emulate": True}
+
+
+def sent_and_saved() -> None:
+    model = tiny_hf("qwen3_moe", num_hidden_layers=1, **WIDE["float8"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    parallelize(model, build_meshes(ep=2), ParallelPolicy(precision=PRECISION["float8"]))
+    with pytest.raises(ConfigError, match=r"expected none for a model that is sent, got .* more in codes"):
+        next(iterate_weights(model))
+    with pytest.raises(ConfigError, match=r"expected none for a model that is saved whole, got .* more in"):
+        whole_weights(model, keep=True)
+
+
+def test_a_model_with_codes_is_not_sent_or_saved_without_them() -> None:
+    run_ranks(sent_and_saved, 2)
 
 
 def by_recipe(mesh: dict[str, int]) -> list[Any]:

@@ -2,15 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from fsdmoe.config.first_start import read_first_start
 from fsdmoe.config.kept import first_start_line, kept_text, write_kept
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.lora_config import AdapterConfig
+from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.run_config import (
     _unread,
+    decided,
     differences,
     refuse_other_model,
     refuse_other_optimizer,
@@ -23,6 +28,16 @@ from tests.support.hf_tiny import tiny_hf
 from tests.support.tiny_run import tiny_config
 
 FOLDER = Path("runs/x")
+
+
+def test_what_auto_takes_is_told_as_the_run_will_have_it() -> None:
+    meshes: Any = SimpleNamespace(degrees=resolve_degrees(MeshConfig(ep=4), 4), device=torch.device("cpu"))
+    config = tiny_config("runs/x", 4, mesh__ep=4)
+    config = replace(config, model=replace(config.model, num_experts_per_tok=8))
+    assert decided(config, meshes)["experts.dispatcher"].startswith("allgather (")
+    cloned = replace(config, experts=replace(config.experts, clones=2))
+    told = decided(cloned, meshes)["experts.dispatcher"]
+    assert told == "all_to_all (2 slots a rank for clones of hot experts)"
 
 
 def test_a_table_that_only_one_has_is_told_by_its_keys() -> None:

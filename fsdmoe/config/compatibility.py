@@ -338,11 +338,11 @@ def refuse_incompatible(config: Config) -> None:
 
 def refuse_sections(sections: Mapping[str, Any]) -> None:
     """The same where only some ``sections`` of a configuration are known: rows about others say nothing."""
-    rows = [
-        row for row in REFUSED
-        if row.feature.section in sections and row.other.section in sections
-    ]  # fmt: skip
-    refuse_together(rows, ChosenKeys(SimpleNamespace(**sections)))
+    refuse_together(_rows_about(sections), ChosenKeys(SimpleNamespace(**sections)))
+
+
+def _rows_about(sections: Container[str]) -> list[Row]:
+    return [row for row in REFUSED if row.feature.section in sections and row.other.section in sections]
 
 
 def own_where_needed(sections: Mapping[str, Any]) -> PrecisionConfig:
@@ -353,12 +353,9 @@ def own_where_needed(sections: Mapping[str, Any]) -> PrecisionConfig:
         return precision
     as_library = SimpleNamespace(**{**vars(precision), "backend": "torchao"})
     chosen = ChosenKeys(SimpleNamespace(**{**sections, "precision": as_library}))
+    library = {on.LIBRARY_PRODUCTS, on.LIBRARY_EXPERTS}
     needs_own = any(
-        row.applies(chosen)
-        for row in REFUSED
-        if {row.feature, row.other} & {on.LIBRARY_PRODUCTS, on.LIBRARY_EXPERTS}
-        and row.feature.section in sections
-        and row.other.section in sections
+        row.applies(chosen) for row in _rows_about(sections) if {row.feature, row.other} & library
     )
     return replace(precision, backend="own") if needs_own else precision
 

@@ -105,17 +105,16 @@ def _experts_of(
     # One gradient of each whole weight, instead of one for every expert.
     gate_ups, downs = gate_up_E2ND.unbind(), down_EDN.unbind()
     num_own = len(weights.down_EDN)
-
-    def watch(number: int, expert: int) -> Watch:
-        return watches[number]._replace(of_clone=expert >= num_own)
+    of_clones = tuple(watch._replace(of_clone=True) for watch in watches)
+    of_experts = [watches] * num_own + [of_clones] * (len(gate_ups) - num_own)
 
     def first(expert: int, x: Tensor) -> Tensor:
-        z = QuantizedLinear.apply(x, gate_ups[expert], first_recipe, watch(0, expert))
+        z = QuantizedLinear.apply(x, gate_ups[expert], first_recipe, of_experts[expert][0])
         z = _updated(z, x, *_of_expert(expert, updates.gate_up_a, updates.gate_up_b))
         return add_bias(z, weights.gate_up_bias, expert)
 
     def second(expert: int, h: Tensor, weight: Tensor | None) -> Tensor:
-        y = QuantizedLinear.apply(h, downs[expert], second_recipe, watch(1, expert))
+        y = QuantizedLinear.apply(h, downs[expert], second_recipe, of_experts[expert][1])
         y = _updated(y, h, *_of_expert(expert, updates.down_a, updates.down_b)).to(summed_in(h))
         return add_bias(y, weights.down_bias, expert, weight)
 

@@ -30,6 +30,7 @@ def test_it_gives_the_loss_of_the_run_under_another_layout_and_changes_nothing(t
         "train__eval_interval": 4,
         "checkpoint__interval": 0,
         "checkpoint__load": "latest",
+        "health__hang_seconds": 600,  # which writes stacks
     }
     config.write_text(to_toml(tiny_config(str(tmp_path / "run"), 2, **keys)))
     with started_ranks(2, "train.py", "--config", str(config), "--mesh.ep", "2") as ranks:

@@ -32,6 +32,9 @@ def test_both_models_have_the_same_active_flops_but_for_the_router(tmp_path: Pat
         assert int(keys["train.micro_batch_size"]) * int(keys["data.seq_len"]) == 65_536
         fields = {k.removeprefix("model."): int(v) for k, v in keys.items() if k.startswith("model.")}
         found[model] = forward_flops_per_token(preset_config("quickstart", **fields), 2048)
+        own = Namespace(**{**vars(args), "moe": ["optim.lr=4e-4"]})
+        given = dense_or_moe.options(model, dense_or_moe.Size(65_536), tmp_path, own)
+        assert ("--optim.lr=4e-4" in given) == (model == "MoE")
     dense, moe = found["dense"], found["MoE"]
     assert dense.dense_mlp == moe.experts == 18 * 6 * 1152 * 3072
     assert moe.total - dense.total == moe.router == 18 * 2 * 1152 * 64

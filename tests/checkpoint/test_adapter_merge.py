@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, merge_adapter, to_adapter
 from fsdmoe.checkpoint.__main__ import main
-from fsdmoe.checkpoint.adapter_merge import MergePolicy
+from fsdmoe.checkpoint.adapter_merge import MergePolicy, _refuse_lost_updates
 from fsdmoe.checkpoint.quantised import dequantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.mesh import build_meshes
@@ -300,6 +302,31 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     with pytest.raises(CheckpointError, match=message):
         merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out/merged")
     assert not (tmp_path / "out").exists()
+
+
+def test_factors_of_a_base_that_was_trained_too_are_not_exported(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    make_unfrozen_run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"adapter\.freeze_base: expected true, got false"):
+        to_adapter(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_update_that_fp8_rounds_away_is_found_in_every_projection() -> None:
+    def merged(size: float) -> Any:
+        base = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+        update = torch.randn(128, 128, generator=torch.Generator().manual_seed(1)) * size
+        return SimpleNamespace(base=lambda: base, merged=lambda: base + update)
+
+    kinds = ("attn.q", "mlp.experts.0.w1", "mlp.experts.0.w2", "mlp.experts.0.w3")
+    for lost in kinds:
+        changed = {
+            f"layers.{layer}.{kind}.weight": merged(1e-4 if kind == lost else 1.0)
+            for layer in range(4)
+            for kind in kinds
+        }
+        with pytest.raises(CheckpointError, match=rf"layers\.0\.{re.escape(lost)}\.weight: rounding to FP8"):
+            _refuse_lost_updates(changed)
 
 
 def test_a_base_in_fp8_is_merged_as_numbers_or_in_fp8_again_where_the_update_survives(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from fsdmoe import events
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.health.checksums import CorruptionError, odd_ones
+from fsdmoe.health.duties import ChecksumDuty
 from fsdmoe.health.flight import place_of_ranks
 from fsdmoe.health.hang import HangWatch
 from fsdmoe.health.spikes import Spikes
@@ -69,6 +71,17 @@ def _clean(folder: str) -> list[str]:
 @pytest.mark.full
 def test_two_hundred_clean_steps_raise_no_alarm(tmp_path: Path) -> None:
     assert run_ranks(_clean, 2, str(tmp_path))[0] == ["start", "end"]
+
+
+def test_checksums_are_of_the_runs_steps_whatever_was_skipped() -> None:
+    seen: list[int] = []
+    checksums: Any = SimpleNamespace(compare=seen.append)
+    duty = ChecksumDuty(checksums, 2)
+    for step, is_taken in enumerate([True, False, True, True, True, True]):
+        duty.begin(step)
+        if is_taken:
+            duty.after_update(torch.empty(0))
+    assert seen == [4, 6]
 
 
 def _spike(
@@ -133,7 +146,7 @@ def test_without_a_checkpoint_of_its_own_a_run_skips_what_it_cannot_roll_back(tm
     assert steps == list(range(1, 10))
     assert kinds == ["start", "ready", "fault", "fault", "end"]
     assert changed == [step != 6 for step in steps]
-    assert (tmp_path / "checkpoints").is_dir()
+    assert (tmp_path / "checkpoints/step_00000009.2").is_dir(), "its own last one"
 
 
 def _hang(folder: str) -> None:

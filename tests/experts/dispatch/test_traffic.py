@@ -190,6 +190,8 @@ def test_auto_picks_the_cheaper_in_expectation(layout: tuple[int, int, int, int]
     choice = choose_dispatcher(ExpertLayout(num_experts, top_k, ep, etp))
     print(f"{choice.dispatcher:10s} {choice.reason}")
     assert choice.dispatcher == expected
+    with_clones = choose_dispatcher(ExpertLayout(num_experts, top_k, ep, etp), clones=2)
+    assert with_clones.dispatcher == ("local" if ep == 1 else "all_to_all")
     if ep == 1:
         return
     owners = torch.rand(4000, num_experts).argsort(1)[:, :top_k] // (num_experts // ep)
