@@ -39,6 +39,8 @@ from inks import INK, style_of
 from timing import child_environment, require_gpu
 
 from fsdmoe import events
+from fsdmoe.checkpoint.catalog import entries
+from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.models.config import preset_config
 from fsdmoe.models.flops import idle_expert_params, num_parameters, training_flops_per_token
 from fsdmoe.observe.metrics import Row, read_metrics
@@ -86,7 +88,7 @@ def options(variant: str, steps: int, args: argparse.Namespace) -> list[str]:
         "train.global_batch_size": rows, "train.micro_batch_size": rows // (2 if variant == "halves" else 1),
         "train.steps": steps, "train.eval_interval": max(1, steps // EVALUATIONS), "train.eval_batches": 4,
         "train.graphs": "none" if tiny else "step", "train.output_dir": args.folder / variant,
-        "checkpoint.interval": max(1, steps // 4), "observe.tensorboard": "false", "observe.progress": "off",
+        "checkpoint.interval": interval_of(steps), "observe.tensorboard": "false", "observe.progress": "off",
         "observe.log_interval": 1 if tiny else 10,
     }  # fmt: skip
     if args.corpus is not None:
@@ -98,6 +100,11 @@ def options(variant: str, steps: int, args: argparse.Namespace) -> list[str]:
         str(ROOT / "configs/quickstart.toml"),
         *(f"--{key}={value}" for key, value in keys.items()),
     ]
+
+
+def interval_of(steps: int) -> int:
+    """Steps between saves."""
+    return max(1, steps // 4)
 
 
 def start(variant: str, steps: int, args: argparse.Namespace, **changes: Any) -> subprocess.Popen[str]:
@@ -127,7 +134,13 @@ def steps_in(minutes: float, args: argparse.Namespace) -> int:
     )
     finish("bf16", running, args)
     settled = [row["tokens_per_s"] for row in rows_of(folder)][2:]
-    seconds = ROWS[args.tiny] * SEQ_LEN[args.tiny] / statistics.median(settled)
+    speed = statistics.median(settled)
+    seconds = ROWS[args.tiny] * SEQ_LEN[args.tiny] / speed
+    print(
+        f"bf16, {PROBED_STEPS} steps: {speed:,.0f} tokens/s, MFU {mfu(speed, args):.1%} without evaluations "
+        "and saves",
+        flush=True,
+    )
     return round(0.97 * minutes * 60 / seconds)  # evaluations and saves take the rest
 
 
@@ -137,12 +150,15 @@ def train(variant: str, steps: int, args: argparse.Namespace) -> None:
     running = start(variant, steps, args)
     while variant == "halves" and not is_killed and running.poll() is None:
         time.sleep(0.2)
+        saved = entries(open_storage(str(folder / "checkpoints")))
         rows = rows_of(folder)
-        if rows and rows[-1]["step"] > steps // 2:
+        if saved and rows and saved[0].step >= interval_of(steps) * 2:
             running.kill()
             running.wait()
             (args.folder / f"{variant}.killed").write_text(f"{rows[-1]['step']}\n", encoding="utf-8")
-            print(f"{variant}: killed behind step {rows[-1]['step']}", flush=True)
+            print(
+                f"{variant}: killed behind step {rows[-1]['step']}, {saved[0].name} is whole", flush=True
+            )
             is_killed, running = True, start(variant, steps, args)
     finish(variant, running, args)
     print(figures_text(variant, folder, args), flush=True)
@@ -162,19 +178,22 @@ def seconds_of(folder: Path) -> float:
     return seconds + (0.0 if began is None or last is None else last - began)
 
 
+def mfu(tokens_per_s: float, args: argparse.Namespace) -> float:
+    model = preset_config("quickstart", **(TINY_MODEL if args.tiny else MODEL))
+    return tokens_per_s * training_flops_per_token(model, SEQ_LEN[args.tiny]) / (args.peak * 1e12)
+
+
 def figures_of(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Tokens/s and MFU over the whole run, and its losses at the end."""
-    model = preset_config("quickstart", **(TINY_MODEL if args.tiny else MODEL))
     rows, evaluated = rows_of(folder), rows_of(folder, "eval_loss")
     speed = rows[-1]["tokens"] / seconds_of(folder)
-    flops = training_flops_per_token(model, SEQ_LEN[args.tiny])
     tail = rows[-max(1, len(rows) // 10) :]
     return {
         "steps": rows[-1]["step"],
         "tokens": rows[-1]["tokens"],
         "seconds": seconds_of(folder),
         "tokens_per_s": speed,
-        "mfu": speed * flops / (args.peak * 1e12),
+        "mfu": mfu(speed, args),
         "loss": statistics.fmean(row["loss"] for row in tail),
         "held_out": evaluated[-1]["eval_loss"] if evaluated else float("nan"),
     }
@@ -215,10 +234,9 @@ def report(args: argparse.Namespace) -> bool:
         good &= apart["fp8"] <= apart["halves"]
         print(
             f"\nmean distance of the loss from bf16's, second half: halves {apart['halves']:.4f}, fp8 "
-            f"{apart['fp8']:.4f}; at the end held out: halves "
-            f"{found['halves']['held_out'] - found['bf16']['held_out']:+.4f}, fp8 "
-            f"{found['fp8']['held_out'] - found['bf16']['held_out']:+.4f}"
+            f"{apart['fp8']:.4f}"
         )
+        show_held_out(folders)
     for name, folder in folders.items():
         over_time = load_over_time(rows_of(folder))
         marks = [round(share * (len(over_time["step"]) - 1)) for share in (0.02, 0.25, 0.5, 1)]
@@ -228,6 +246,17 @@ def report(args: argparse.Namespace) -> bool:
         ]
         print(f"{name}, {', '.join(FIGURES.values())} (mean of layers): {'; '.join(told)}")
     return good
+
+
+def show_held_out(folders: Mapping[str, Path]) -> None:
+    """Of each evaluation, the held-out loss in bf16, and how far the others are from it."""
+    losses = {name: {row["step"]: row["eval_loss"] for row in rows_of(folder, "eval_loss")}
+              for name, folder in folders.items()}  # fmt: skip
+    print("\n| step | held-out loss in bf16 | halves | fp8 |\n| --- | --- | --- | --- |")
+    for step, loss in losses["bf16"].items():
+        others = [f"{losses[name][step] - loss:+.4f}" for name in ("halves", "fp8")]
+        print(f"| {step:,} | {loss:.4f} | {' | '.join(others)} |")
+    print()
 
 
 def distance(one: Path, other: Path) -> float:
