@@ -156,9 +156,7 @@ def train(variant: str, steps: int, args: argparse.Namespace) -> None:
             running.kill()
             running.wait()
             (args.folder / f"{variant}.killed").write_text(f"{rows[-1]['step']}\n", encoding="utf-8")
-            print(
-                f"{variant}: killed behind step {rows[-1]['step']}, {saved[0].name} is whole", flush=True
-            )
+            print(f"{variant}: killed behind step {rows[-1]['step']}, {saved[0].name} is whole", flush=True)
             is_killed, running = True, start(variant, steps, args)
     finish(variant, running, args)
     print(figures_text(variant, folder, args), flush=True)
