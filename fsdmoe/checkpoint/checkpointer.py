@@ -13,14 +13,17 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdmoe.checkpoint import course
 from fsdmoe.checkpoint.agree import from_first, world
 from fsdmoe.checkpoint.api import LoadPolicy, load_first
 from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain, to_be_deleted
 from fsdmoe.checkpoint.config import RUN_FOLDER, CheckpointConfig
+from fsdmoe.checkpoint.course import Course
 from fsdmoe.checkpoint.errors import CheckpointError, listed
 from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.memory_copies import MemoryCopies
@@ -67,6 +70,7 @@ class Checkpointer(Saver):
         storage = open_storage(config.folder or folder, self._limits)
         super().__init__(config, storage, meshes=meshes, about=about)
         self._place = self._place_of_start(folder)
+        self._run = _run_folder(folder)
         self._copies = MemoryCopies(config, folder, meshes, about) if config.in_memory else None
         self._tidied = False
         self._damaged: frozenset[str] = frozenset()
@@ -76,6 +80,10 @@ class Checkpointer(Saver):
         """Another checkpoint had weights that this run keeps as codes."""
         self._others: frozenset[int] = frozenset()
         """The serials of checkpoints in the folder that are not of this course of the run."""
+        self._is_repeated = False
+        """The launcher has started this run again, which has checkpoints of its own by now."""
+        if self._begins_a_course():
+            self._find_own_course()
         self.before_save: Callable[[], None] = lambda: None
         """Called on the first rank before each save; its error is every rank's, and nothing is saved."""
         self.told: Container[str] = ()
@@ -111,7 +119,7 @@ class Checkpointer(Saver):
         """Whether ``load`` is going to find weights, so that no others need be read before. A
         ``checkpoint.load`` that names nothing is refused here already, before a model takes memory."""
         if self.config.load == "none":
-            return False
+            return self._is_repeated
         names = from_first(self._recovered)
         if not names and self.config.load != "latest":
             with self._naming_the_key():
@@ -126,7 +134,7 @@ class Checkpointer(Saver):
         A run that will save takes its host memory here too (see ``prepare``).
         """
         loaded = None
-        if self.config.load == "none" and self.config.interval >= 0:
+        if self.config.load == "none" and self.config.interval >= 0 and not self._is_repeated:
             from_first(self._warn_of_deletion)
         if self._copies is not None and self._continues():
             with self._naming_the_key():
@@ -134,8 +142,10 @@ class Checkpointer(Saver):
         if loaded is not None:
             self._say_changes("resumed", f"{loaded.name} of the copies in memory", loaded.about)
         values = self.load_only(parts, is_optional=True) if loaded is None else loaded.values
-        if loaded is None:
+        if loaded is None and not self._is_repeated:
             self._others = frozenset(from_first(self._serials_of_others))
+            if self._begins_a_course() and self.config.interval >= 0:
+                from_first(lambda: course.note(self._run, Course(self._newest_serial(), self._others)))
         if self._filled_codes and self.config.interval >= 0:
             with self._naming_the_key():
                 raise CheckpointError(_BASE_ELSEWHERE)
@@ -163,15 +173,35 @@ class Checkpointer(Saver):
 
     def _continues(self) -> bool:
         """Whether this start goes on with what the run has done so far, as far as copies in memory know."""
+        if self._is_repeated:
+            return True
         if self._place in ("latest", "own"):
             return not self.config.load_only_model
         return self._place == "foreign"
 
+    def _begins_a_course(self) -> bool:
+        """Whether ``load`` leaves behind what the run has done so far."""
+        is_own = self._place in ("latest", "own")
+        return self._place in ("none", "set_back") or (is_own and self.config.load_only_model)
+
+    def _find_own_course(self) -> None:
+        """Go on with what an earlier start of the same launch has saved."""
+        begun: Course | None = from_first(lambda: course.noted(self._run))
+        if begun is None or from_first(self._newest_serial) <= begun.newest:
+            return
+        self._others = begun.others
+        self._is_repeated = True
+        if world()[0] == 0:
+            what = "load_only_model" if self.config.load_only_model else f"load = {self.config.load}"
+            logger.warning(
+                "checkpoint.%s was for this launch's first start: this one goes on with what it has saved",
+                what,
+            )
+
     def _place_of_start(self, folder: StrPath) -> Place:
         """What ``load`` is to this run; of a path, as the first rank finds it. ``folder`` as of ``__init__``:
         it may be inside of the run's."""
-        parent, _, name = os.fspath(folder).rstrip("/").rpartition("/")
-        run = parent or "." if name == RUN_FOLDER else os.fspath(folder)
+        run = os.fspath(_run_folder(folder))
 
         def found() -> Place:
             return place_of(self.config.load, self.storage.root, run)
@@ -185,6 +215,10 @@ class Checkpointer(Saver):
         """Of the checkpoints of this run; -1 without one."""
         found = entries(self.storage)
         return found[0].step if found else -1
+
+    def _newest_serial(self) -> int:
+        found = entries(self.storage)
+        return found[0].serial if found else -1
 
     def load_only(self, parts: Parts, *, is_optional: bool) -> Tree | None:
         """As :meth:`load`, for a program that saves nothing; finding nothing is an error unless
@@ -215,6 +249,8 @@ class Checkpointer(Saver):
             raise
 
     def _load(self, parts: Parts) -> Tree | None:
+        if self._is_repeated:
+            return self.load_latest(parts)
         if self.config.load == "none":
             return None
         if self.config.load == "latest":
@@ -370,6 +406,12 @@ class Checkpointer(Saver):
         for line in _differences(about.get("run") or {}, self._about):
             if line not in self.told:
                 logger.info("changed since it was saved: %s", line)
+
+
+def _run_folder(folder: StrPath) -> Path:
+    """Of the folder of a run, or that of its checkpoints inside."""
+    given = Path(folder)
+    return given.parent if given.name == RUN_FOLDER else given
 
 
 def _differences(before: Tree, now: Tree, prefix: str = "") -> list[str]:

@@ -183,6 +183,64 @@ def test_a_rollback_takes_checkpoints_of_this_course_of_the_run_alone(
     assert other.go_back(parts(0))["step"] == 1  # type: ignore[index]
 
 
+@pytest.mark.parametrize("load", ["none", "run/checkpoints/step_00000002", "latest", "run"])
+def test_ranks_that_their_launcher_starts_again_go_on_with_what_they_have_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, only_model = Path("run/checkpoints"), load in ("latest", "run")
+
+    def start(agent: str = "one", name: str = "") -> tuple[Checkpointer, dict[str, Any]]:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "somewhere")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        monkeypatch.setattr("fsdmoe.failures.began", lambda pid: agent)
+        one = saver(folder, keep_last=10, load=load, load_only_model=only_model)
+        state = {"step": 0, "model": {"x": torch.zeros(4)}, "optim": {"m": torch.zeros(4)}}
+        there = one.will_load()
+        assert (one.load(state) is not None) == there
+        return one, state
+
+    def save(one: Checkpointer, step: int) -> None:
+        value = torch.full((4,), float(step))
+        one.save(step, {"step": step, "model": {"x": value}, "optim": {"m": value}})
+
+    for step in (2, 4):
+        save(saver(folder, keep_last=10), step)
+    first, state = start()
+    begun = float(state["model"]["x"][0])
+    assert begun == {"none": 0, "run/checkpoints/step_00000002": 2}.get(load, 4)
+    _, state = start()  # lost before its first save: nothing to go on with
+    assert state["model"]["x"][0] == begun
+    assert (state["optim"]["m"][0] == 0) == (begun != 2)
+    save(first, 3)
+    _, state = start()
+    assert state["model"]["x"][0] == 3 == state["optim"]["m"][0]
+    again, state = start(agent="two")  # by hand: as the command says
+    assert state["model"]["x"][0] == (3 if only_model else begun)
+    assert state["optim"]["m"][0] != 3
+    save(again, 1)
+    _, state = start(agent="two")
+    assert state["model"]["x"][0] == 1 == state["optim"]["m"][0]
+    assert again.go_back({"step": 0, "model": {"x": torch.zeros(4)}, "optim": {"m": torch.zeros(4)}})
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    _, state = start(agent="three")  # without a name, this is another launch
+    assert state["model"]["x"][0] == (1 if only_model else begun)
+
+
+def test_the_first_rank_of_a_launch_may_move_to_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "somewhere")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    one = saver(tmp_path / "checkpoints", load="none")
+    assert one.load(parts(0)) is None
+    one.save(2, parts(2))
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert saver(tmp_path / "checkpoints", load="none").load(parts(0))["step"] == 2  # type: ignore[index]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 8")
+    assert saver(tmp_path / "checkpoints", load="none").load(parts(0)) is None
+
+
 def test_a_crash_before_the_pointer_costs_nothing(tmp_path: Path) -> None:
     one = saver(tmp_path)
     one.save(2, parts(2))
