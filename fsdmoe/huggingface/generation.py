@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,9 @@ def generate_together(model: nn.Module) -> None:
     def together(*args: Any, **kwargs: Any) -> Any:
         from fsdmoe.huggingface.transformers_api import unplanned_attention  # optional: only when chosen
 
-        prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        first = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         tensor = tensor_group_of(model)
-        _require_same_prompts(prompts, tensor)
+        _require_same_prompts([first, kwargs.get("inputs_embeds"), kwargs.get("attention_mask")], tensor)
         _draw_alike(tensor)
         with unplanned_attention(model), _all_tokens_everywhere(model), _without_auxiliary_loss(model):
             return generate(*args, **({"synced_gpus": True} | kwargs))
@@ -46,20 +47,28 @@ def generate_together(model: nn.Module) -> None:
     model.generate = together  # type: ignore[assignment]
 
 
-def _require_same_prompts(prompts: Any, tensor: TensorGroup) -> None:
+def _require_same_prompts(prompts: Sequence[Any], tensor: TensorGroup) -> None:
     """Refuse ranks of ``tp`` with different prompts: each would attend with its heads to its own tokens."""
-    if tensor.size == 1 or not isinstance(prompts, Tensor):
+    given = [each for each in prompts if isinstance(each, Tensor)]
+    if tensor.size == 1 or not given:
         return
-    digest = torch.zeros(2, dtype=torch.int64, device=prompts.device)
-    places = torch.arange(1, prompts.numel() + 1, device=prompts.device)
-    digest[0] = hash(tuple(prompts.shape)) % (1 << 31)
-    digest[1] = (prompts.flatten().long() * places % 1_000_003).sum()
-    lowest, highest = (tensor.all_reduce(digest.clone(), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
-    if not torch.equal(lowest, highest):
+    shapes = torch.tensor([crc32(repr([*map(_shape_of, prompts)]).encode())], device=given[0].device)
+    if not all(_is_everywhere(each, tensor) for each in (shapes, *given)):
         raise ConfigError(
             f"generate: expected the same prompts on the {tensor.size} ranks of mesh.tp, got others; give "
             "each group of tp its own prompts, and all of its ranks the same"
         )
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _is_everywhere(value: Tensor, tensor: TensorGroup) -> bool:
+    """Whether all ranks have the same; each of them is told the same."""
+    value = value.long() if value.dtype == torch.bool else value
+    lowest, highest = (tensor.all_reduce(value.clone(), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
+    return torch.equal(lowest, highest)
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ def tensor_traffic(job: Job, setting: Setting, *, is_dense: bool) -> float:
     model, tp, tokens = job.model, setting.degrees.tp, setting.tokens(job)
     if tp == 1:
         return 0.0
-    if model.is_mla:
+    if model.is_mla and not job.is_wrapped:  # a wrapped model's attention is handed all tokens whole
         query = model.hidden_size if model.q_lora_rank is None else model.q_lora_rank
         gathered = query + model.kv_lora_rank + model.qk_rope_head_dim
     else:

@@ -76,17 +76,27 @@ def test_greedy_tokens_are_those_of_plain_transformers(
         assert trains_as_before
 
 
-def sample_and_mistake() -> tuple[torch.Tensor, str]:
+def sample_and_mistakes() -> tuple[torch.Tensor, list[str]]:
     model = parallelize(tiny_hf("llama"), build_meshes(tp=2), POLICY)
     torch.manual_seed(dist.get_rank())
     settings: dict[str, Any] = prompts_of(0) | {"do_sample": True, "max_new_tokens": 8}
     sampled = model.generate(**settings)  # type: ignore[operator]
-    with pytest.raises(ConfigError) as caught:
-        model.generate(**prompts_of(dist.get_rank()))  # type: ignore[operator]
-    return sampled, str(caught.value)
+    rank, messages = dist.get_rank(), []
+    alike = prompts_of(0)["input_ids"]
+    swapped = alike.clone()
+    swapped[0, 0], swapped[0, 1] = alike[0, 0] + 4 * rank, alike[0, 1] - 2 * rank  # sums of place x token agree
+    embedded = torch.full((1, 3, 16), float(rank))
+    for given in (
+        prompts_of(rank), {"input_ids": swapped}, {"inputs_embeds": embedded},
+        {"input_ids": alike, "attention_mask": torch.full_like(alike, 1 - rank)},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            model.generate(**(given | {"max_new_tokens": 2}))  # type: ignore[operator]
+        messages.append(str(caught.value))
+    return sampled, messages
 
 
 def test_ranks_of_tp_draw_alike_and_refuse_different_prompts() -> None:
-    (one, message), (other, _) = run_ranks(sample_and_mistake, 2)
+    (one, messages), (other, _) = run_ranks(sample_and_mistakes, 2)
     assert torch.equal(one, other)
-    assert "expected the same prompts on the 2 ranks of mesh.tp" in message
+    assert all("expected the same prompts on the 2 ranks of mesh.tp" in message for message in messages)

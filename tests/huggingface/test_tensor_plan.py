@@ -57,6 +57,7 @@ def test_heads_columns_and_vocabulary_are_cut_and_all_else_stays_whole(family: s
     [
         ("olmoe", {}, r"layers\.0\.self_attn\.q_proj\.weight"),  # its norms see all heads at once
         ("gpt_oss", {}, r"self_attn\.sinks"),
+        ("diffllama", {}, r"layers\.0\.self_attn\.lambda_k1"),  # pairs heads that stand far apart
         ("qwen3_moe", {"num_attention_heads": 6}, "mesh.tp: expected a divisor of 6 and 2 heads.* choose 2"),
         ("qwen3_moe", {"vocab_size": 63}, "63 tokens of the vocabulary, got 4; choose 1"),
     ],

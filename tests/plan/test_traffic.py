@@ -16,7 +16,7 @@ from fsdmoe.plan.memory import activation_bytes
 from fsdmoe.plan.search import legal_degrees
 from fsdmoe.plan.source import Request, read_request
 from fsdmoe.plan.step_time import estimate_time
-from fsdmoe.plan.traffic import expert_legs, expert_seconds
+from fsdmoe.plan.traffic import expert_legs, expert_seconds, tensor_traffic
 
 H200 = gpu_named("h200")
 BY_NODE = ExpertsConfig(dispatcher="by_node")
@@ -35,6 +35,17 @@ def test_both_exchanges_are_counted_and_take_their_time_in_turn() -> None:
     assert expert_legs(job, setting).out == pytest.approx(between + inside, rel=1e-4)
     seconds = expert_seconds(job, setting, H200)
     assert seconds == pytest.approx([between / H200.network + inside / H200.nvlink] * 4 + [0.0], rel=1e-4)
+
+
+def test_wrapped_latent_attention_is_handed_all_tokens_whole() -> None:
+    model = preset_config("deepseek-v3")
+    setting = Setting(degrees=Degrees(1, 4, 1, 2, 1, 1, 1))
+    own, wrapped = (
+        tensor_traffic(Job(model, 4096, 8, ExpertsConfig(), is_wrapped=is_wrapped), setting, is_dense=False)
+        for is_wrapped in (False, True)
+    )
+    latents = model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim  # type: ignore[operator]
+    assert own / wrapped == pytest.approx((latents + model.hidden_size) / (2 * model.hidden_size))
 
 
 def test_rows_that_are_sent_again_are_counted_in_the_layers_that_do_so() -> None:

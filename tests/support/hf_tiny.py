@@ -46,6 +46,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeShared",
         {"num_local_experts": 4, "shared_intermediate_size": 12, "logits_scaling": 2.0, **_AUX},
     ),
+    "diffllama": ("DiffLlama", {"num_attention_heads": 4}),
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "llama dynamic": (  # documents of more than four tokens are scaled
         "Llama",

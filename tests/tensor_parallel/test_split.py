@@ -52,10 +52,11 @@ def test_each_rank_keeps_its_slice_and_knows_where_it_stands() -> None:
         ({"down.bias": None}, r"plan of 0 does not say what becomes of down\.bias; name the dim"),
         ({"down.bias": "gathered"}, r"expected a dim, 'tokens' or 'heads' for down\.bias"),
         ({"gate.weight": 0}, r"names gate\.weight, which the module does not have"),
+        ({}, r"plan of 0 does not say what becomes of down\.bias"),
     ],
 )
 def test_a_plan_that_would_count_gradients_twice_is_refused(change: dict[str, object], message: str) -> None:
-    plan = {name: value for name, value in (PLAN | change).items() if value is not None}
+    plan = {} if not change else {n: value for n, value in (PLAN | change).items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         split_tensors(nn.Sequential(Layer(plan)), SECOND)  # type: ignore[arg-type]
 
