@@ -49,7 +49,7 @@ _FP8_CONFIG: Tree = {
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
 }  # fmt: skip
 _PLAIN_LINEAR = re.compile(r"(^lm_head|_gate|\.eh_proj|_latent_proj|\.gate)\.weight$")
-KEEP_DTYPE = ("e_score_correction_bias",)
+KEEP_DTYPE = ("e_score_correction_bias", "expert_bias")
 TOKENIZER = "tokenizer.json"
 EXPORT = "fsdmoe_export.json"
 """In a folder that was written here: which files of it were."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe import checkpoint
+from fsdmoe.checkpoint.hf_export import KEEP_DTYPE
 from fsdmoe.checkpoint.parts import model_state, refuse_codes
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import Engine, ShardedTensor, engine_of, is_fully_sharded
@@ -198,8 +199,8 @@ def whole_weights(
     for name, tensor in model_state(model).items():
         whole = tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
         if keep:
-            casts = dtype is not None and whole.is_floating_point()
-            found[name] = whole.to("cpu", dtype if casts else whole.dtype)
+            casts = whole.is_floating_point() and not name.endswith(KEEP_DTYPE)
+            found[name] = whole.to("cpu", dtype if dtype is not None and casts else whole.dtype)
     return found
 
 

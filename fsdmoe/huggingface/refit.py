@@ -26,6 +26,7 @@ from fsdmoe.checkpoint.disk_names import (
     names_to_read,
 )
 from fsdmoe.checkpoint.gpt_oss import on_disk
+from fsdmoe.checkpoint.hf_export import KEEP_DTYPE
 from fsdmoe.checkpoint.parts import model_state, refuse_codes
 from fsdmoe.checkpoint.quantised import is_projection, quantise
 from fsdmoe.errors import ConfigError
@@ -88,7 +89,7 @@ def _converted(
     name: str, value: Tensor, dtype: torch.dtype | Literal["fp8_blocks"] | None
 ) -> dict[str, Tensor]:
     """The tensor, or the tensors, that a weight becomes."""
-    if dtype is None or not value.is_floating_point() or name.endswith("e_score_correction_bias"):
+    if dtype is None or not value.is_floating_point() or name.endswith(KEEP_DTYPE):
         return {name: value}
     if dtype != "fp8_blocks":
         return {name: value.to(dtype)}

@@ -19,6 +19,8 @@ from ``lm_head.weight`` outside of the head's forward: with a sharded model that
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -50,6 +52,9 @@ from fsdmoe.optim import AdamW
 from fsdmoe.rewrites import Rewrite, rewrite
 
 TrainerT = TypeVar("TrainerT")
+logger = logging.getLogger(__name__)
+
+_ROWS = "fsdmoe_rows.json"
 _SCHEDULER, _STATE, _ARGUMENTS = "scheduler.pt", "trainer_state.json", "training_args.bin"
 _OWN_ADAMW = ("adamw_torch", "adamw_torch_fused")
 
@@ -96,6 +101,8 @@ class ShardedTrainer:
     lr_scheduler: Any
     _collects = False
     """Batches of a training step are collected; evaluation counts its tokens by the same method."""
+    _pushes = False
+    """What is saved goes to the Hub."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """For torch's AdamW the same update over flat shards; any other is the trainer's to make."""
@@ -131,15 +138,23 @@ class ShardedTrainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """A folder that ``from_pretrained`` loads; for the trainer's own checkpoints, a sharded one."""
         folder = self.args.output_dir if output_dir is None else output_dir
-        if _internal_call:
+        if _internal_call and not self._pushes:
             optimizer = None if self.args.save_only_model else inner_optimizer(self.optimizer)
             checkpoint.save(os.path.join(folder, FOLDER), self.model, optimizer, overwrite=True)
             if self.args.should_save:
                 self._save_small_files(folder)
             return
         self._save_folder(folder)
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model, as :meth:`save_model` writes it."""
+        self._pushes = True
+        try:
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._pushes = False
 
     def _save_folder(self, folder: str) -> None:
         config: Any = getattr(self.model, "config", None)
@@ -162,6 +177,12 @@ class ShardedTrainer:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
         torch.save(self.args, os.path.join(folder, _ARGUMENTS))
+        with open(os.path.join(folder, _ROWS), "w", encoding="utf-8") as file:
+            json.dump({"rows_per_step": self._rows_per_step}, file)
+
+    @property
+    def _rows_per_step(self) -> int:
+        return self.args.world_size * self.args.train_batch_size * self.args.gradient_accumulation_steps
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The schedule; the optimizer was saved with the model."""
@@ -172,6 +193,8 @@ class ShardedTrainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = _sharded_folder(resume_from_checkpoint)
+        if self.is_in_train and not self.args.ignore_data_skip:  # type: ignore[attr-defined]
+            _warn_of_other_rows(resume_from_checkpoint, self._rows_per_step)
         if not self.is_in_train or not _has_optimizer(resume_from_checkpoint):  # type: ignore[attr-defined]
             load_parts(folder, model=model or self.model)
 
@@ -202,6 +225,25 @@ def _sharded_folder(folder: str) -> str:
             " was saved there; start from its weights with fsdmoe.parallelize(model, meshes, load=...)"
         )
     return path
+
+
+def _warn_of_other_rows(folder: str, rows: int) -> None:
+    """The trainer counts its place in the data in steps, whatever a step's rows."""
+    path = os.path.join(folder, _ROWS)
+    if not os.path.isfile(path):  # saved before it was kept
+        return
+    with open(path, encoding="utf-8") as file:
+        before = json.load(file)["rows_per_step"]
+    if before != rows and dist.get_rank() == 0:
+        seen = "are left out" if rows > before else "are seen twice"
+        logger.warning(
+            "%s: its steps had %d rows, this run's have %d, so some rows %s: the trainer counts its place in "
+            "the data in steps; keep ranks x per_device_train_batch_size x gradient_accumulation_steps",
+            folder,
+            before,
+            rows,
+            seen,
+        )
 
 
 def _has_optimizer(folder: str) -> bool:
@@ -280,6 +322,11 @@ def _refuse_arguments(args: Any) -> None:
     for name, why in fixes.items():
         if getattr(args, name, False):
             raise ConfigError(f"{name}: expected False with a sharded model, got True: {why}")
+    if args.push_to_hub and args.hub_strategy != "end":
+        raise ConfigError(
+            f"hub_strategy: expected end with a sharded model, got {args.hub_strategy.value}: checkpoints are "
+            "sharded; the whole model is pushed at the end, or by trainer.push_to_hub()"
+        )
     if getattr(args.accelerator_config, "even_batches", True) is False:
         raise ConfigError(
             "accelerator_config.even_batches: expected True with a sharded model, got False: all ranks "

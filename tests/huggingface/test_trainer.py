@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import fsdmoe
 from fsdmoe.errors import ConfigError
 from fsdmoe.testing import RankFailure, requires_transformers, run_ranks
+from tests.support.hf_tiny import tiny_hf
 from tests.support.trainer_case import (
     Rows,
     arguments,
@@ -156,6 +159,17 @@ def test_a_run_resumes_on_other_ranks_and_another_ep(tmp_path: Path) -> None:
         os.rename(tmp_path / f"checkpoint-{step}", tmp_path / f"later-{step}")
     changes |= {"per_device_train_batch_size": 1, "model": {"output_router_logits": False, "ep": 4}}
     compare(run_ranks(run, 4, str(tmp_path), True, changes, -1, True)[0], whole)
+    changes["max_steps"] = 6
+    assert not run_ranks(warnings_of_rows, 4, str(tmp_path), changes)[0]
+    changes["per_device_train_batch_size"] = 2
+    (line,) = run_ranks(warnings_of_rows, 4, str(tmp_path), changes)[0]
+    assert "checkpoint-6: its steps had 8 rows, this run's have 16, so some rows are left out" in line
+
+
+def warnings_of_rows(folder: str, changes: dict[str, Any]) -> list[str]:
+    with mock.patch("fsdmoe.huggingface.trainer.logger.warning") as said:
+        run(folder, True, changes, -1, True)
+    return [call.args[0] % call.args[1:] for call in said.call_args_list]
 
 
 def run_best(folder: str) -> tuple[list[float], float, int]:
@@ -211,6 +225,36 @@ def test_save_model_writes_a_folder_that_transformers_loads(tmp_path: Path) -> N
     assert found == pytest.approx(loss, rel=1e-5)
 
 
+def push(folder: str) -> tuple[list[str], Any, Any]:
+    """What is uploaded, with routers' biases that bfloat16 cannot hold."""
+    from transformers import Trainer
+
+    forget_accelerate()
+    model: Any = fsdmoe.parallelize(tiny_hf("deepseek_v3"), fsdmoe.build_meshes(ep=2))
+    model.config.dtype = torch.bfloat16
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.fill_(7.81)
+    trainer: Any = fsdmoe.prepare_trainer(Trainer(model, arguments(folder), train_dataset=Rows(8)))
+    trainer.hub_model_id, uploaded = "somebody/model", []
+    hub = types.SimpleNamespace(upload_folder=lambda **given: uploaded.extend(sorted(os.listdir(folder))))
+    with mock.patch("transformers.trainer.hf_api", return_value=hub):
+        trainer.push_to_hub()
+    weights = weights_of(model)
+    return uploaded, weights["lm_head.weight"], 7.81
+
+
+def test_what_is_pushed_is_the_whole_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    uploaded, head, bias = run_ranks(push, 2, str(tmp_path))[0]
+    assert {"config.json", "model.safetensors", "README.md"} <= {*uploaded}
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(saved["lm_head.weight"], head.bfloat16())
+    (found,) = {value.unique().item() for name, value in saved.items() if name.endswith("correction_bias")}
+    assert found == pytest.approx(bias, rel=1e-6)
+
+
 def run_uneven(folder: str) -> None:
     """Each rank has rows of its own; the second runs out first."""
     from transformers import Trainer
@@ -237,6 +281,7 @@ def test_ranks_that_run_out_of_batches_end_all_with_the_reason(tmp_path: Path) -
 
 def refused(folder: str, mesh: dict[str, int], changes: dict[str, Any], divisor: float | None) -> str:
     from transformers import Trainer
+    from transformers.trainer_utils import HubStrategy
 
     forget_accelerate()
     model: Any = made_model(False)
@@ -245,7 +290,10 @@ def refused(folder: str, mesh: dict[str, int], changes: dict[str, Any], divisor:
             precision=fsdmoe.PrecisionConfig(param_dtype="float32"), grad_divisor=divisor
         )
         fsdmoe.parallelize(model, fsdmoe.build_meshes(**mesh), policy)
+    late = {key: changes.pop(key) for key in ("push_to_hub", "hub_strategy") if key in changes}
     trainer: Any = Trainer(model, arguments(folder, **changes), train_dataset=Rows(8))
+    for key, value in late.items():  # a trainer that is made with them calls the Hub
+        setattr(trainer.args, key, HubStrategy(value) if key == "hub_strategy" else value)
     with pytest.raises(ConfigError) as caught:
         fsdmoe.prepare_trainer(trainer).train()
     return str(caught.value)
@@ -261,6 +309,7 @@ def refused(folder: str, mesh: dict[str, int], changes: dict[str, Any], divisor:
         ({"ep": 2}, {"bf16": True}, None, "mixed_precision"),
         ({"ep": 2}, {"auto_find_batch_size": True}, None, "auto_find_batch_size"),
         ({"ep": 2}, {"accelerator_config": {"even_batches": False}}, None, "accelerator_config.even_batches"),
+        ({"ep": 2}, {"push_to_hub": True, "hub_strategy": "every_save"}, None, "hub_strategy"),
     ],
 )
 def test_what_sharding_does_otherwise_is_refused(
