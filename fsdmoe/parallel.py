@@ -34,7 +34,7 @@ from fsdmoe.experts.dispatch.flex import FlexDispatcher, share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_codes
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_sharded
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_hooked, refuse_sharded
 from fsdmoe.huggingface.lora import has_factors, peel
 from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.huggingface.routing import policies_of
@@ -177,6 +177,7 @@ def parallelize(
             which part, and what to change.
     """
     refuse_sharded(model)
+    refuse_hooked(model)
     kind = kind_of(model)
     is_native = isinstance(kind, NativeKind)
     inner = model if isinstance(model, Decoder) else peel(model)

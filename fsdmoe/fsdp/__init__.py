@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
     from fsdmoe.fsdp.engine import Engine, engine_of
     from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory
-    from fsdmoe.fsdp.shard_model import fully_shard, is_fully_sharded, refuse_sharded
+    from fsdmoe.fsdp.shard_model import fully_shard, is_fully_sharded, refuse_hooked, refuse_sharded
     from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -68,6 +68,7 @@ def fully_shard(
         ConfigError: A parameter cannot be sharded so; the message names it and the fix.
     """
     refuse_sharded(model)
+    refuse_hooked(model)
     policy = policy or FSDPPolicy()
     teach_torch()
     choices = select_units(model, policy)
@@ -99,6 +100,17 @@ def refuse_sharded(model: nn.Module) -> None:
             f"parallelize: this {type(model).__name__} is parallel already; call parallelize (or "
             "fully_shard) once, or build the model again for other meshes"
         )
+
+
+def refuse_hooked(model: nn.Module) -> None:
+    """ConfigError for parameters with hooks, which the parameters that take their place would not call."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parallelize: expected parameters without hooks, but {name} has one, which would never be "
+                "called; use parameter.register_post_accumulate_grad_hook behind parallelize, or change "
+                ".grad once backward has returned"
+            )
 
 
 def _build(

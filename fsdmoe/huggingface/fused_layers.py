@@ -126,13 +126,9 @@ def _left(module: nn.Module, kinds: dict[str, str], reason: str) -> Found:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Hooks on the module, or on one of its parameters: fused layers write weights' gradients without
-    autograd, so the latter would not be called."""
+    """Hooks on the module. Those on parameters were refused before."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks)
-    own = module.parameters(recurse=False)
-    return any((*hooks, module._backward_hooks)) or any(
-        p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in own
-    )
+    return any((*hooks, module._backward_hooks))
 
 
 # Attention

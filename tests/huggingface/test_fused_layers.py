@@ -195,12 +195,6 @@ def hooked() -> nn.Linear:
     return module
 
 
-def hooked_parameter() -> nn.Linear:
-    module = nn.Linear(4, 4)
-    module.weight.register_hook(lambda gradient: 2 * gradient)
-    return module
-
-
 def given_a_forward() -> nn.Linear:
     module = nn.Linear(4, 4)
     module.forward = lambda x: x  # type: ignore[method-assign]
@@ -215,7 +209,6 @@ def given_a_forward() -> nn.Linear:
         (OwnLinear(4, 4), "1 projections of a class of their own"),
         (OwnEmbedding(4, 4), "1 embeddings of a class of their own"),
         (hooked(), "1 projections with hooks"),
-        (hooked_parameter(), "1 projections with hooks"),
         (given_a_forward(), "1 projections left to a forward of others"),
     ],
 )

@@ -114,6 +114,12 @@ def gradient_hook() -> None:
     next(fully_shard(reference(), build_meshes()).parameters()).register_hook(print)
 
 
+def early_hook() -> None:
+    model = reference()
+    model.head.weight.register_post_accumulate_grad_hook(print)
+    fully_shard(model, build_meshes())
+
+
 def copied() -> None:
     copy.deepcopy(fully_shard(reference(), build_meshes()))
 
@@ -122,7 +128,8 @@ BAD: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
         mesh_of_other_size, nested_units, unknown_unit, sharded_twice, float8_parameter, meta_without_init,
-        meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, gradient_hook, copied,
+        meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, gradient_hook,
+        early_hook, copied,
     )
 }  # fmt: skip
 
@@ -137,6 +144,7 @@ MESSAGES = {
     "placement_of_another_mesh": "whose placements mean (16, 16, 8) on this rank, but it holds (8, 16, 8)",
     "split_over_a_wrong_axis": "fsdp: head.weight is a DTensor: dim 'cp' of its DeviceMesh",
     "gradient_hook": "would never be called",
+    "early_hook": "expected parameters without hooks, but head.weight has one, which would never be called",
     "copied": "cannot be copied",
 }
 
