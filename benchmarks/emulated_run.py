@@ -66,6 +66,8 @@ GIB = 2**30
 BIAS_RATE = 5e-4
 GRAPH_WARM_UP = 5
 """Steps until all of a step is a graph."""
+_OWN_OPTIONS = ("data.seq_len", "train.micro_batch_size", "train.global_batch_size", "mesh.ep", "mesh.tp",
+                "mesh.cp")  # fmt: skip
 LR = 1e-12
 """Steps are taken and move nothing: loads would not stay even."""
 
@@ -111,7 +113,10 @@ def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
         "train": {"micro_batch_size": args.batch, "global_batch_size": args.batch * world_size},
     }
     overrides = {f"experts.{key}": str(value) for key, value in case.keys}
-    overrides |= dict(pair.partition("=")[::2] for pair in args.set)
+    set_by_hand = dict(pair.partition("=")[::2] for pair in args.set)
+    if taken := {*set_by_hand} & {*overrides, *_OWN_OPTIONS}:
+        raise SystemExit(f"--set: {', '.join(sorted(taken))} is set by an option of its own (see --help)")
+    overrides |= set_by_hand
     problems: list[Any] = []
     config = build_config(mapping, overrides, world_size, problems, needs_data=False)
     if config is None:

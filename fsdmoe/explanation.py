@@ -93,18 +93,33 @@ def _experts_in(model: nn.Module) -> dict[nn.Module, list[str]]:
         first = next(owner.parameters())
         like = torch.empty(0, dtype=dtypes.get(owner, first.dtype), device=first.device)
         policy = around.experts.policy if isinstance(around, MoE) else around.policy
-        found[owner] = _described(policy, around.dispatcher, like)
+        is_fused = not (policy.sequential or policy.weight_after) and _has_kernels(owner, policy, like)
+        found[owner] = _described(policy, around.dispatcher, like.dtype, is_fused=is_fused)
     return found
 
 
-def _described(policy: ExpertPolicy, dispatcher: Dispatcher, like: torch.Tensor) -> list[str]:
+def _has_kernels(owner: nn.Module, policy: ExpertPolicy, like: torch.Tensor) -> bool:
+    """Whether the fused kernels take these experts (see ``fsdmoe.kernels.expert_mlp``)."""
+    fused = triton_for(like)
+    named = ((name.rpartition(".")[2], p) for name, p in owner.named_parameters())
+    down = next((p for name, p in named if name.startswith("down") and p.ndim == 3), None)
+    is_transposed = getattr(getattr(parallel_forward_of(owner), "spec", None), "transposed", False)
+    if fused is None or down is None or is_transposed:
+        return False
+    is_taken: bool = fused.supports_shape(like, tuple(down.shape), policy.activation)
+    return is_taken
+
+
+def _described(
+    policy: ExpertPolicy, dispatcher: Dispatcher, dtype: torch.dtype, *, is_fused: bool
+) -> list[str]:
     links = dispatcher.links
     where = f"over ep {links.ep.size}, etp {links.etp.size} ({dispatcher.name})"
     where = where if dispatcher.crosses_ranks else "on this rank"
-    kernel = "plain torch" if policy.sequential or triton_for(like) is None else "Triton"
+    kernel = "Triton" if is_fused else "plain torch"
     engine = "" if policy.products is None else f" by {policy.products.library}"
     kernel = kernel if policy.recipe is None else f"recipe {policy.recipe.name}{engine}"
     order = "one expert after another" if policy.sequential else "grouped experts"
-    facts = [f"{order} {where}, {kernel} {str(like.dtype).removeprefix('torch.')}"]
+    facts = [f"{order} {where}, {kernel} {str(dtype).removeprefix('torch.')}"]
     facts += ["weights decoded from codes"] * policy.coded
     return facts + ["recomputed: experts"] * policy.recompute

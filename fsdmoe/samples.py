@@ -13,6 +13,7 @@ import torch
 
 from fsdmoe.data import DataConfig
 from fsdmoe.data.tokenizer import load_tokenizer
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.models.decoder import Decoder
 
 NEW_TOKENS = 32
@@ -50,8 +51,10 @@ class Samples:
         length = len(ids) + NEW_TOKENS
         tokens_1S = torch.zeros(1, length + -length % _ROWS_OF, dtype=torch.long, device=self._device)
         tokens_1S[0, : len(ids)] = torch.tensor(ids)
-        for place in range(len(ids), length):  # what is behind a token does not change it
-            tokens_1S[0, place] = model(tokens_1S).logits_BSV[0, place - 1].argmax()
+        places_1S = torch.arange(tokens_1S.shape[1], device=self._device)[None]
+        for place in range(len(ids), length):
+            routing = RoutingContext(token_mask_T=places_1S < place)  # the rest takes no expert's room
+            tokens_1S[0, place] = model(tokens_1S, routing=routing).logits_BSV[0, place - 1].argmax()
         return tokens_1S[0, len(ids) : length].tolist()
 
     def _of_wrapped(self, model: Any, ids: list[int]) -> list[int]:

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from fsdmoe import samples
 from fsdmoe.config import Config, build_config
@@ -42,6 +44,40 @@ def test_samples_are_those_of_one_process_and_are_logged(
     assert list(want) == ["def main(", "import os"]
     rows = map(json.loads, (tmp_path / "many/metrics.jsonl").read_text().splitlines())
     assert [row for row in rows if "samples" in row] == [{"step": 2, "samples": want}]
+
+
+def room_of_prompts(config: Config) -> list[torch.Tensor]:
+    """The last logits of a prompt, alone and with the padding that samples have."""
+    run = Run(config, build_meshes(config.mesh))
+    run.close(run.loop([]))
+    seen: list[torch.Tensor] = []
+
+    def look(tokens_1S: torch.Tensor, **given: Any) -> Any:
+        out = run.decoder(tokens_1S, **given)
+        seen.append(out.logits_BSV[0, 8])
+        return out
+
+    look.eval = run.decoder.eval  # type: ignore[attr-defined]
+    tokens_1S = torch.arange(1, 10)[None]
+    with torch.no_grad(), mock.patch.object(samples, "NEW_TOKENS", 1):
+        run.decoder.eval()
+        look(tokens_1S)
+        run.samples._of_decoder(look, tokens_1S[0].tolist())  # type: ignore[arg-type]
+    return seen
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"experts__capacity__factor": 1.25, "experts__capacity__scope": "sequence"},
+        {"experts__selection": "expert_choice", "experts__balance__sequence": 0.0},
+    ],
+    ids=["capacity", "expert choice"],
+)
+def test_padding_takes_no_room_of_a_prompt_in_experts(tmp_path: Path, keys: dict[str, Any]) -> None:
+    config = tiny_config(str(tmp_path), 1, **PROMPTS, **keys)
+    ((alone, padded),) = run_ranks(room_of_prompts, 1, config)
+    torch.testing.assert_close(padded, alone)
 
 
 @pytest.mark.full

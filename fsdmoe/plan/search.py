@@ -180,6 +180,11 @@ class _Search:
         self._recompute = fixed.parts(recompute_choices(job.model, is_wrapped=job.is_wrapped))
 
     def run(self, num_gpus: int) -> Ranking:
+        if self._config.context_parallel.dynamic:
+            raise ConfigError(
+                "context_parallel.dynamic: expected false for a search, which plans rows of one length, got "
+                "true; drop it for the search, or plan one mesh with it by train.py --dry-run"
+            )
         legal = list(legal_degrees(self._config, self._job, num_gpus, self._gpu))
         allowed = [d for d in legal if self._fixed.allows(tp=d.tp, cp=d.cp, ep=d.ep, dp_outer=d.dp_outer)]
         if legal and not allowed:
@@ -350,7 +355,7 @@ class _Search:
         )
         made = Setting(
             degrees=Degrees(1, 1, 1, 1, 1, 1, 1), fsdp=fsdp, precision=config.precision, optim=optim,
-            experts=config.experts, context=replace(config.context_parallel, dynamic=False),
+            experts=config.experts, context=config.context_parallel,
             micro_batch_size=config.experts.sub_batches, is_replayed=config.train.graphs == "step",
         )  # fmt: skip
         is_plain = not (choice.lean or choice.on_host)
@@ -430,7 +435,7 @@ def _splits_rows(config: Config, job: Job, cp: int, tp: int) -> bool:
     model = job.model
     return not asked(
         check_context_parallel,
-        replace(config.context_parallel, dynamic=False), sizes=(cp,), seq_len=job.seq_len,
+        config.context_parallel, sizes=(cp,), seq_len=job.seq_len,
         num_heads=model.num_attention_heads,
         num_kv_heads=model.num_attention_heads if model.is_mla else model.num_key_value_heads, tp=tp,
     )  # fmt: skip

@@ -131,6 +131,14 @@ def test_rows_by_node_are_charged_to_the_network_and_then_to_nvlink():
     assert seconds[2] == pytest.approx(15e-6 + loads[2].nvlink / 300e9)
 
 
+def test_keys_that_have_an_option_of_their_own_are_not_set_by_key() -> None:
+    script = [sys.executable, str(ROOT / "benchmarks/emulated_run.py"), "--tiny", "--chunks", "2"]
+    given = ["--set", "data.seq_len=64", "experts.chunks=4", "optim.lr=1e-3"]
+    done = subprocess.run([*script, *given], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    assert "--set: data.seq_len, experts.chunks is set by an option of its own" in done.stderr
+
+
 @pytest.mark.full
 def test_a_whole_step_runs_on_a_cpu() -> None:
     script = [sys.executable, str(ROOT / "benchmarks/emulated_run.py"), "--tiny", "--tp", "2"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fsdmoe.config import build_config
+from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.memory.config import MemoryConfig
@@ -147,6 +148,13 @@ def test_meshes_that_the_optimizer_refuses_are_not_proposed() -> None:
     assert {each.setting.degrees.tp for each in found.candidates} == {1}
     with pytest.raises(ConfigError, match=r"main_rounding: stochastic.* mesh\.tp = 2 leaves"):
         search(config, Job.of(config), GPUS["h100"], 2, Fixed(tp=2))
+
+
+def test_rows_that_are_dealt_to_ranks_are_not_planned_as_rows_of_one_length() -> None:
+    config = read_request(Request("qwen3-30b-a3b", 8, "h100", 4096)).config
+    config = replace(config, context_parallel=ContextParallelConfig(dynamic=True, max_tokens=16384))
+    with pytest.raises(ConfigError, match=r"context_parallel\.dynamic: expected false for a search"):
+        search(config, Job.of(config), GPUS["h100"], 8)
 
 
 def test_with_graphs_only_settings_that_they_take_are_offered() -> None:
