@@ -50,6 +50,10 @@ class GroupConfig:
         return self.lr if self.lr is not None else lr * (1.0 if self.lr_scale is None else self.lr_scale)
 
 
+RESERVED = ("decayed", "not decayed", "muon")
+"""Names of the optimizer's own parameter groups."""
+
+
 def group_problems(groups: Sequence[GroupConfig], optimizer: str) -> list[str]:
     """What is wrong with groups, whatever the model is."""
     problems: list[str] = []
@@ -60,6 +64,11 @@ def group_problems(groups: Sequence[GroupConfig], optimizer: str) -> list[str]:
         if not group.params:
             problems.append(
                 f'{key}.params: expected patterns over names, got none; write params = ["*.bias"]'
+            )
+        if group.title in RESERVED:
+            problems.append(
+                f"{key}.name: expected another name, got {group.title!r}, which parameters of no group go "
+                "by; change it"
             )
         if titles.index(group.title) != number:
             problems.append(

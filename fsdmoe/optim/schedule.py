@@ -43,5 +43,6 @@ def set_learning_rates(
         own = config_of(config.groups, group.get("name", "")) if config.groups else None
         if own is not None:
             warmup = config.warmup_steps if own.warmup_steps is None else own.warmup_steps
-            settings = replace(config, lr=own.rate(config.lr), warmup_steps=warmup)
-            group["lr"] = learning_rate(settings, step, total_steps)
+            peak = own.rate(config.lr)
+            settings = replace(config, lr=peak or config.lr, warmup_steps=warmup)
+            group["lr"] = learning_rate(settings, step, total_steps) if peak else 0.0

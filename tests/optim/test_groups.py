@@ -1,6 +1,7 @@
 """Parameter groups by patterns and as torch has them, against torch's optimizers on the plain model."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,10 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"params": ["*.moe.down"], "lr": 1.0}, {"params": ["*.moe.down"], "lr": 2.0}],
         "groups[1].name: expected a name of its own",
     ),
+    "the optimizer's own name": (
+        [{"params": ["*.moe.down"], "name": "decayed", "lr": 1.0}],
+        "groups[0].name: expected another name, got 'decayed'",
+    ),
     "a string": ([{"params": "*.bias", "lr": 1.0}], "optim.groups[0].params: expected a list"),
     "everything frozen": ([{"params": ["*"], "frozen": True}], "optim.groups: expected something"),
 }  # fmt: skip
@@ -191,6 +196,9 @@ def test_a_group_has_its_own_peak_and_warm_up() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125, 1.0]
     set_learning_rates(optimizer, config, 60, 100)
     assert optimizer.param_groups[2]["lr"] == learning_rate(config, 60, 100)
+    still = replace(config, groups=(GroupConfig(name="slow", params=("*",), lr=0.0),))
+    set_learning_rates(optimizer, still, 10, 100)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0, 1.0]
 
 
 def adamw_like_torch() -> dict[str, Any]:
