@@ -88,11 +88,11 @@ class ChatEncoder:
         return documents[0]
 
     def _completion(self, content: Completion) -> Document:
-        prompt, completion = self._tokenizer.encode_batch(list(content))
+        whole, first = self._tokenizer.encode_answer(*content)
         head = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        tokens = np.concatenate([np.array(head, prompt.dtype), prompt, completion, [self._tokenizer.eos_id]])
+        tokens = np.concatenate([np.array(head, whole.dtype), whole, [self._tokenizer.eos_id]])
         targets = np.zeros(len(tokens), np.uint8)
-        targets[len(head) + len(prompt) :] = 1
+        targets[len(head) + first :] = 1
         return tokens, targets
 
     def _conversation(self, talk: Conversation) -> list[Document]:
@@ -110,8 +110,10 @@ class ChatEncoder:
             for number, message in enumerate(talk.messages)
             if number >= talk.num_context and (not self._loss_roles or message["role"] in self._loss_roles)
         ]
+        is_all = not talk.unlearnt.intersection(learnt)
+        learnt = [number for number in learnt if number not in talk.unlearnt]
         _require_context(talk, whole.text)
-        by_markers = self._loss_roles == {_ASSISTANT} and not talk.num_context
+        by_markers = self._loss_roles == {_ASSISTANT} and not talk.num_context and is_all
         if by_markers and self._template.has_markers(talk):
             # A template may leave out the reasoning of earlier turns: then it is learnt turn by turn.
             is_complete = not any(_left_out(talk.messages[number], whole.text) for number in learnt)

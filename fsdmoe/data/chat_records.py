@@ -42,6 +42,9 @@ _SPEAKERS = {
 _ROLE = re.compile(r"[\w-]+")
 
 
+_MARKS = ("weight", "train")
+
+
 class Conversation(NamedTuple):
     """Messages for a template."""
 
@@ -53,6 +56,8 @@ class Conversation(NamedTuple):
     """Of the template, besides messages and tools."""
     num_context: int = 0
     """How many of the messages are only context: they never carry loss."""
+    unlearnt: frozenset[int] = frozenset()
+    """Messages that their record marks so: ``weight`` of 0, or ``train`` of false."""
 
 
 class Completion(NamedTuple):
@@ -141,12 +146,24 @@ class _Parser:
     def conversation(self, name: str, context: list[Any], value: Any) -> Conversation:
         if not isinstance(value, list) or not value:
             raise self._refused(f"a list of messages in `{name}`", value)
-        messages = tuple(self._message(number, each) for number, each in enumerate([*context, *value]))
+        given = [self._without_marks(number, each) for number, each in enumerate([*context, *value])]
+        unlearnt = frozenset(number for number, (_, is_learnt) in enumerate(given) if not is_learnt)
+        messages = tuple(self._message(number, each) for number, (each, _) in enumerate(given))
         where = f"{self._key}.path: {self._where}"
         variables = self._record.get("chat_template_kwargs")
         if not isinstance(variables, dict | None):
             raise self._refused("a table of variables in `chat_template_kwargs`", variables)
-        return Conversation(where, messages, self._tools(), variables, len(context))
+        return Conversation(where, messages, self._tools(), variables, len(context), unlearnt)
+
+    def _without_marks(self, number: int, value: Any) -> tuple[Any, bool]:
+        """A message without its ``weight`` (OpenAI's, 0 or 1) and ``train``, and whether it is learnt."""
+        if not isinstance(value, dict):
+            return value, True
+        marks = [value[name] for name in _MARKS if value.get(name) is not None]
+        if wrong := [mark for mark in marks if mark not in (0, 1)]:
+            raise self._refused(f"a `weight` of 0 or 1, or a `train` of true or false, in message {number}",
+                                wrong[0])  # fmt: skip
+        return {name: each for name, each in value.items() if name not in _MARKS}, all(marks)
 
     def _message(self, number: int, value: Any) -> Message:
         message = (

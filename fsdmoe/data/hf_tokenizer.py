@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +52,12 @@ class JsonTokenizer:
         encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self._dtype) for one in encoded]
 
+    def encode_answer(self, prompt: str, answer: str) -> tuple[TokenArray, int]:
+        encoded = self._text.encode(prompt + answer, add_special_tokens=False)
+        ends = [end for _, end in encoded.offsets]
+        first = next((at for at, end in enumerate(ends) if end > len(prompt)), len(ends))
+        return np.array(encoded.ids, dtype=self._dtype), first
+
     def encode_prompt(self, text: str) -> list[int]:
         self._text.encode_special_tokens = False
         ids = self._text.encode(text, add_special_tokens=False).ids
@@ -67,7 +74,8 @@ class JsonTokenizer:
         return int(number)
 
     def _usual_eos(self, vocab: dict[str, int]) -> int:
-        for name in _EOS_NAMES:
+        """The one that the folder states, or one under a usual name."""
+        for name in (_stated(self._path.with_name("tokenizer_config.json"), "eos_token"), *_EOS_NAMES):
             if name in vocab:
                 return vocab[name]
         raise ConfigError(
@@ -78,6 +86,17 @@ class JsonTokenizer:
     def _choices(self) -> str:
         added = [token.content for token in self._text.get_added_tokens_decoder().values() if token.special]
         return f"its special tokens are {', '.join(added[:12])}" if added else "it has no special tokens"
+
+
+def _stated(path: Path, key: str) -> str:
+    """A special token of ``tokenizer_config.json``, as text or as a table with its ``content``; empty without
+    one."""
+    try:
+        value = json.loads(path.read_bytes()).get(key)
+    except (OSError, ValueError, AttributeError):
+        return ""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else ""
 
 
 def _read(path: Path) -> bytes:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Part of every cache key: raise it when the meaning of the files changes.
 _FORMAT = 1
 _TOKENS_FORMAT = 2  # of an index of files that were tokenised before
-_CHAT_FORMAT = 3  # of what carries loss in a chat, and of what is said about it
+_CHAT_FORMAT = 4  # of what carries loss in a chat, and of what is said about it
 _PAIR_FORMAT = 1
 _READABLE = 1  # of what counts as a record that can be read
 _DOCUMENTS_AT_ONCE = 256

@@ -28,6 +28,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """Token ids of each text; special tokens in it are ordinary text. No bos, no eos."""
 
+    def encode_answer(self, prompt: str, answer: str) -> tuple[TokenArray, int]:
+        """Token ids of both as one text, and the place of the first with a part in the answer."""
+
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of text as a model sees it: special tokens in it are special."""
 
@@ -49,6 +52,10 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
+
+    def encode_answer(self, prompt: str, answer: str) -> tuple[TokenArray, int]:
+        (tokens,) = self.encode_batch([prompt + answer])
+        return tokens, len(prompt.encode())
 
     def encode_prompt(self, text: str) -> list[int]:
         ids: list[int] = []

@@ -117,6 +117,20 @@ def test_only_the_assistants_words_and_their_end_are_learnt(tmp_path: Path) -> N
 
 
 @requires_transformers
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_messages_that_are_marked_so_are_not_learnt(tmp_path: Path, mark: dict[str, Any]) -> None:
+    marked_talk = [*TALK[:2], TALK[2] | mark, TALK[3], TALK[4] | {"weight": 1}]
+    (found,) = shown(section(tmp_path, "chat", [{"messages": marked_talk}]))
+    (plain,) = shown(section(tmp_path, "chat", [{"messages": TALK}]))
+    assert found == plain.replace("⟦Hello<|im_end|>⟧", "Hello<|im_end|>")
+
+
+def test_a_mark_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected a `weight` of 0 or 1, .* in message 0, got 0\.5"):
+        parsed("chat", messages=[{"role": "assistant", "content": "a", "weight": 0.5}])
+
+
+@requires_transformers
 def test_completions_are_learnt_with_their_end(tmp_path: Path) -> None:
     config = section(
         tmp_path,

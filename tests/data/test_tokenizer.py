@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -51,6 +52,33 @@ def test_a_tokenizer_json_is_read_without_its_truncation(tokenizer_json):
     assert tokenizer.vocab_size == 260
     assert tokenizer.eos_id == 256
     assert tokenizer.bos_id is None
+
+
+@pytest.mark.parametrize("stated", ["<|im_end|>", {"content": "<|im_end|>", "lstrip": False}])
+def test_the_end_of_text_is_the_one_that_the_folder_states(tokenizer_json, stated):
+    config = tokenizer_json.with_name("tokenizer_config.json")
+    config.write_text(json.dumps({"eos_token": stated}))
+    assert load_tokenizer(str(tokenizer_json)).eos_id == 258
+    assert load_tokenizer(str(tokenizer_json), eos_token="<|endoftext|>").eos_id == 256
+    config.write_text(json.dumps({"eos_token": None}))
+    assert load_tokenizer(str(tokenizer_json)).eos_id == 256
+
+
+def test_an_answer_is_encoded_with_its_prompt(tmp_path):
+    """By the pipeline of Llama-2's and Mixtral's tokenizers, which put a space before every text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    words = {c: i for i, c in enumerate("▁</s>print(helo)1+=2")} | {"</s>": 50}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for prompt, answer in (("print(", "hello)"), ("1 + 1 =", " 2"), ("", "hello")):
+        tokens, first = tokenizer.encode_answer(prompt, answer)
+        assert tokenizer.decode(tokens.tolist()).replace(" ", "") == (prompt + answer).replace(" ", "")
+        assert tokenizer.decode(tokens[first:].tolist()).strip() == answer.strip()
+        assert tokens.tolist().count(0) == 1 + (prompt + answer).count(" ")
 
 
 def test_special_tokens_in_text_stay_text(tokenizer_json):
