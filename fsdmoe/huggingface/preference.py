@@ -122,8 +122,12 @@ class PreferenceLM:
         if document_ids_BS is None:  # rows without documents: padding alone
             document_ids_BS = torch.zeros_like(tokens_BS)
         reference: Any = AnswerSums(document_ids_BS, loss_mask_BS)
+        mask_BS = None if routing is None else routing.token_mask_T
         with torch.no_grad(), self._as_reference():
-            self._inner(tokens_BS, **given, counts=replace(counts, loss_tokens=reference))
+            self._inner(
+                tokens_BS, **given, counts=replace(counts, loss_tokens=reference),
+                routing=None if mask_BS is None else RoutingContext(token_mask_T=mask_BS),
+            )  # fmt: skip
         pairs: Any = PairLosses(reference, self._config, counts.loss_tokens)
         out = self._inner(tokens_BS, **given, counts=replace(counts, loss_tokens=pairs), routing=routing)
         if self.module.training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,8 @@ from torch import Tensor
 import fsdmoe
 from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.huggingface import preference
 from fsdmoe.huggingface.preference import PreferenceLM
 from fsdmoe.huggingface.preference_config import PreferenceConfig
@@ -68,15 +71,15 @@ def rows(seq_len: int = 80) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def made_model(**changes: Any) -> Any:
-    """With adapters that change it already."""
+def made_model(*, unchanged: bool = False, **changes: Any) -> Any:
+    """With adapters that change it already, if not ``unchanged``."""
     import peft
 
     torch.manual_seed(1)
     model: Any = tiny_hf("qwen3_moe", vocab_size=VOCABULARY, output_router_logits=False, **changes)
     config = peft.LoraConfig(
         target_modules=["q_proj", "v_proj"], target_parameters=["mlp.experts.gate_up_proj"],
-        init_lora_weights=False,
+        init_lora_weights=unchanged,
     )  # fmt: skip
     torch.manual_seed(2)
     return peft.inject_adapter_in_model(config, model)
@@ -114,6 +117,25 @@ def test_the_reference_draws_no_dropout() -> None:
     (one,), (other,) = (run_ranks(reference_of, 1, seed) for seed in (1, 2))
     assert one == other
     assert one[1]
+
+
+def loss_of_equals(experts: dict[str, Any]) -> float:
+    """Of a model whose adapters change nothing yet, with rows that padding fills up."""
+    policy = fsdmoe.ParallelPolicy(experts=ExpertsConfig(**experts))
+    model = fsdmoe.parallelize(made_model(unchanged=True), fsdmoe.build_meshes(ep=1), policy)
+    decoder, given = PreferenceLM(as_causal_lm(model), PreferenceConfig()), rows()
+    routing = RoutingContext(token_mask_T=given["document_ids_BS"] != 2)
+    return decoder(**given, routing=routing).cross_entropy.item()
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [{"capacity": CapacityConfig(factor=1.25)}, {"selection": "expert_choice"}],
+    ids=["capacity", "expert choice"],
+)
+def test_the_reference_routes_padding_as_the_model_does(experts: dict[str, Any]) -> None:
+    (loss,) = run_ranks(loss_of_equals, 1, experts)
+    assert loss == pytest.approx(math.log(2), rel=1e-6)
 
 
 def norm_of(model: Any) -> float:
