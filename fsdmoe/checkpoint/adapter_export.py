@@ -55,7 +55,7 @@ def to_adapter(
     there, called = split_address(target)
 
     def write() -> None:
-        refuse_trained_base(reader)
+        refuse_more_than_factors(reader)
         boxes, config = adapter_content(reader, adapter, layout)
         config = _with_known_base(reader, config)
         is_adapter = there.size(called, CONFIG) is not None
@@ -76,9 +76,20 @@ def to_adapter(
     from_first(write)
 
 
-def refuse_trained_base(reader: RegionReader) -> None:
-    """Factors fit the weights that were trained with them."""
-    settings = (reader.index.about.get("run") or {}).get("adapter") or {}
+def refuse_more_than_factors(reader: RegionReader) -> None:
+    """Factors fit the weights that were trained with them, and the routing."""
+    run = reader.index.about.get("run") or {}
+    settings, experts = run.get("adapter") or {}, run.get("experts") or {}
+    moved = {
+        "experts.balance.bias_rate": ((experts.get("balance") or {}).get("bias_rate", 0), 0),
+        "experts.selection": (experts.get("selection", "top_k"), "top_k"),
+    }
+    for key, (value, plain) in moved.items():
+        if value != plain:
+            raise CheckpointError(
+                f"{reader.name}: {key}: expected {plain}, got {value}: the run routed tokens otherwise than "
+                f"the base does, and an adapter has no place for that; train it with {plain}"
+            )
     if settings.get("freeze_base") is False:
         raise CheckpointError(
             f"{reader.name}: adapter.freeze_base: expected true, got false: the run trained the model's own "

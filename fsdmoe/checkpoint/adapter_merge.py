@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from fsdmoe.checkpoint.adapter_base import other_weight
-from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content, refuse_trained_base
+from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content, refuse_more_than_factors
 from fsdmoe.checkpoint.adapter_names import SHELL, stored_name
 from fsdmoe.checkpoint.adapter_updates import Factors, find_factors, refuse_other_kinds
 from fsdmoe.checkpoint.agree import from_first, together
@@ -278,7 +278,7 @@ def _open_folder(storage: Storage, called: str) -> tuple[Boxes, Tree]:
 
 
 def _of_checkpoint(reader: RegionReader, name: str) -> tuple[Boxes, Tree]:
-    refuse_trained_base(reader)
+    refuse_more_than_factors(reader)
     return adapter_content(reader, name, "peft")
 
 

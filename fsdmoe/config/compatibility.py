@@ -242,6 +242,7 @@ QK_CLIP_ROWS = (
 EMA_ROWS = (
     Row(EMA, on.ANY_GRAPHS, NOT_BUILT, "weights that change places for an evaluation are not captured"),
     Row(EMA, on.ADAPTERS, NOT_BUILT, "adapters are stored and exported without an average"),
+    Row(on.BALANCING_BIAS, on.ADAPTERS, CANNOT, "an adapter has no place for the biases that move"),
 )
 
 _WITH_GRAPHS = "tests/behaviour/test_graphs_gpu.py"

@@ -87,6 +87,7 @@ GLOBAL_BALANCE = Feature(
     off="0 (experts.balance.sequence is of each row)",
     is_on=lambda chosen: bool(chosen["experts.balance.global_batch"]),
 )  # fmt: skip
+BALANCING_BIAS = above("balancing by a bias", "experts.balance.bias_rate", 0)
 GLOBAL_DEVICE_BALANCE = Feature(
     name="balance of devices over the global batch", key="experts.balance.device_scope",
     shown='"global_batch"', off='"micro_batch"',

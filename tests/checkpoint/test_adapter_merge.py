@@ -312,6 +312,23 @@ def test_factors_of_a_base_that_was_trained_too_are_not_exported(tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("experts", "key"),
+    [
+        ({"balance": {"bias_rate": 1e-3}}, r"experts\.balance\.bias_rate: expected 0"),
+        ({"selection": "expert_choice"}, r"experts\.selection: expected top_k"),
+    ],
+)
+def test_an_adapter_of_a_run_that_routed_otherwise_is_not_exported(
+    tmp_path: Path, experts: dict[str, Any], key: str
+) -> None:
+    about = {"adapter": {"freeze_base": True}, "experts": experts}
+    settings = checkpoint.CheckpointConfig(asynchronous=False)
+    checkpoint.Checkpointer(settings, tmp_path, about=about).save(1, {"model": {"w": torch.ones(2)}})
+    with pytest.raises(CheckpointError, match=key):
+        to_adapter(tmp_path, tmp_path / "out")
+
+
 def test_an_update_that_fp8_rounds_away_is_found_in_every_projection() -> None:
     def merged(size: float) -> Any:
         base = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
