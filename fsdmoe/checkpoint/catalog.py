@@ -7,6 +7,7 @@ saved again at 150 resumes there, whatever an abandoned future left at step 200.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Container
@@ -32,6 +33,7 @@ LATEST_WORD = "latest"
 class Entry:
     name: str
     serial: int
+    """0 of one that cannot be read."""
     step: int
 
 
@@ -46,9 +48,10 @@ def name_for(step: int, taken: list[str]) -> str:
 
 
 def entries(storage: Storage) -> list[Entry]:
-    """Whole checkpoints, the newest first."""
+    """Whole checkpoints, the newest first. One whose manifest cannot be read may be the newest: it stands
+    before all others, so that whoever wants the newest finds it damaged and says so."""
     found = [Entry(name, peek_serial(storage, name), _step_of(name)) for name in storage.names()]
-    return sorted(found, key=lambda entry: (entry.serial, entry.step), reverse=True)
+    return sorted(found, key=lambda entry: (entry.serial or math.inf, entry.step), reverse=True)
 
 
 def retain(storage: Storage, keep_last: int, keep_every: int, damaged: Container[str] = ()) -> list[str]:
@@ -62,7 +65,7 @@ def retain(storage: Storage, keep_last: int, keep_every: int, damaged: Container
     try:
         for name in storage.sweep():
             logger.warning("%s/%s is still there after its deletion; it is tried again", storage.root, name)
-        whole = [entry for entry in entries(storage) if entry.name not in damaged]
+        whole = [entry for entry in entries(storage) if entry.serial and entry.name not in damaged]
         for name in _passing(whole[max(1, keep_last) :], keep_every):
             if _is_deleted(storage, name):
                 gone.append(name)

@@ -213,12 +213,10 @@ class Checkpointer(Saver):
 
     def _newest_step(self) -> int:
         """Of the checkpoints of this run; -1 without one."""
-        found = entries(self.storage)
-        return found[0].step if found else -1
+        return next((entry.step for entry in entries(self.storage) if entry.serial), -1)
 
     def _newest_serial(self) -> int:
-        found = entries(self.storage)
-        return found[0].serial if found else -1
+        return next((entry.serial for entry in entries(self.storage) if entry.serial), -1)
 
     def load_only(self, parts: Parts, *, is_optional: bool) -> Tree | None:
         """As :meth:`load`, for a program that saves nothing; finding nothing is an error unless

@@ -49,10 +49,9 @@ def noted(run: Path) -> Course | None:
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
         then, now = json.loads((run / COURSE).read_text(encoding="utf-8")), _launch()
-        is_same_agent = then["agent"] == now["agent"]
-        # The first rank may have moved to another host; on the same one another agent is another launch.
-        has_moved = then["host"] != now["host"] and then["id"] == now["id"] not in _NO_RENDEZVOUS
-        if is_same_agent or has_moved:
+        # An agent of its own has a job that was requeued, or whose first rank moved; it keeps its id.
+        is_same_job = then["id"] == now["id"] and now["id"] not in _NO_RENDEZVOUS
+        if then["agent"] == now["agent"] or is_same_job:
             return Course(then["newest"], frozenset(then["others"]))
     return None
 
@@ -61,7 +60,6 @@ def _launch() -> dict[str, Any]:
     """Who starts the ranks, as far as this one knows."""
     agent = os.getppid()
     return {
-        "host": socket.gethostname(),
         "agent": f"{socket.gethostname()} {failures.process_space()} {agent} {failures.began(agent)}",
         "id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
     }

@@ -106,7 +106,7 @@ def open_checkpoint(storage: Storage, name: str) -> Index:
 
 
 def peek_serial(storage: Storage, name: str) -> int:
-    """The serial that a manifest states; 0 when it cannot be read, which only puts it last in order."""
+    """The serial that a manifest states; 0 when it cannot be read."""
     try:
         return parse_manifest(read_file(storage, name, MANIFEST), name)[1]
     except (DamagedCheckpointError, OSError):

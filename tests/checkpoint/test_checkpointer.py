@@ -74,6 +74,24 @@ def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(tmp_path: Path) 
     assert names(tmp_path) == ["step_00000004", "step_00000006", "step_00000008"]
 
 
+def test_a_manifest_that_cannot_be_read_is_named_and_never_older_than_what_follows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = saver(tmp_path, keep_last=3)
+    for step in (2, 4, 6):
+        one.save(step, parts(step))
+    manifest = tmp_path / "step_00000006/manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:50])
+    again = saver(tmp_path, keep_last=3)
+    assert again.load(parts(0))["step"] == 4  # type: ignore[index]
+    assert "step_00000006 is passed over" in caplog.text
+    again.save(5, parts(5))
+    assert names(tmp_path) == [f"step_0000000{step}" for step in (2, 4, 5, 6)]
+    manifest.write_bytes(whole)
+    assert saver(tmp_path).load(parts(0))["step"] == 5  # type: ignore[index]
+
+
 def test_what_is_written_is_the_state_at_the_call_whatever_training_does_then(tmp_path: Path) -> None:
     one = saver(tmp_path, asynchronous=True)
     state = {"part": {"x": torch.zeros(3_000_000)}, "values": {"list": [1]}}
@@ -227,7 +245,7 @@ def test_ranks_that_their_launcher_starts_again_go_on_with_what_they_have_saved(
     assert state["model"]["x"][0] == (1 if only_model else begun)
 
 
-def test_the_first_rank_of_a_launch_may_move_to_another_host(
+def test_a_job_that_is_requeued_or_moves_goes_on_with_what_it_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "somewhere")
@@ -235,8 +253,9 @@ def test_the_first_rank_of_a_launch_may_move_to_another_host(
     one = saver(tmp_path / "checkpoints", load="none")
     assert one.load(parts(0)) is None
     one.save(2, parts(2))
-    monkeypatch.setattr("socket.gethostname", lambda: "another")
-    assert saver(tmp_path / "checkpoints", load="none").load(parts(0))["step"] == 2  # type: ignore[index]
+    for name, changed in (("socket.gethostname", "another"), ("fsdmoe.failures.began", "later")):
+        monkeypatch.setattr(name, lambda *_, changed=changed: changed)
+        assert saver(tmp_path / "checkpoints", load="none").load(parts(0))["step"] == 2  # type: ignore[index]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 8")
     assert saver(tmp_path / "checkpoints", load="none").load(parts(0)) is None
 
