@@ -268,11 +268,15 @@ class Run:
     def _go_back(self) -> bool:
         """To the newest checkpoint, with the data behind what was read: the same rows would do the same.
         Whether there was one."""
+        if self.average is not None:
+            self.average.is_loaded = False
         loaded = self.checkpoints.go_back(self.state_without_data())
         self.health.gone_back(is_back=loaded is not None)
         if loaded is None:
             self._tell("there is no checkpoint of this run to go back to yet: the step's update is left out")
             return False
+        if self.average is not None and not self.average.is_loaded:
+            self.average.start()
         stored = loaded["progress"]
         self.scaler.load_state_dict(stored.pop("loss_scale", {}))
         self.progress.update(stored, skipped_in_a_row=0)

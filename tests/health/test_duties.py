@@ -149,6 +149,29 @@ def test_without_a_checkpoint_of_its_own_a_run_skips_what_it_cannot_roll_back(tm
     assert (tmp_path / "checkpoints/step_00000009.2").is_dir(), "its own last one"
 
 
+def _rolled_back_average(folder: str) -> tuple[int, float]:
+    """How far an average that was switched on at a resume is from the weights, after a rollback."""
+    first = _run(folder, train__steps=3, checkpoint__interval=3)
+    first.loop([])
+    first.checkpoints.close()
+    first.close("stopped")
+    run = _run(folder, checkpoint__load="latest", train__steps=20, checkpoint__interval=100, optim__ema__decay=0.9,
+               health__on_spike="rollback")  # fmt: skip
+    for _ in range(3):
+        run.train_step()
+    assert run._go_back()
+    average = run.average
+    assert average is not None
+    found = max(float((each.average - each.main).abs().max()) for each in average._averaged)
+    run.checkpoints.close()
+    run.close("stopped")
+    return average._steps, found
+
+
+def test_a_rollback_to_a_checkpoint_without_an_average_starts_it_anew(tmp_path: Path) -> None:
+    assert run_ranks(_rolled_back_average, 1, str(tmp_path))[0] == (0, 0.0)
+
+
 def _hang(folder: str) -> None:
     watch = HangWatch(2.0, Path(folder), place_of_ranks())
     dist.barrier()
