@@ -1,7 +1,8 @@
 """Held-out loss over minutes of training, of a dense model and a MoE: the curves of ``dense_or_moe.py``.
 
 The clock is that of training alone; it stands still while a run is built and evaluated. How many steps fit
-into the minutes is measured in the run's first steps, and its learning rate falls to its end accordingly.
+into the minutes is measured once routers have spread their tokens, in the last of the first 80 steps, which
+are part of the run; its learning rate falls to its end accordingly.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fsdmoe import train as program
 from fsdmoe.data import Batch, DataConfig, build_data
 
 MODELS = ("dense", "MoE")
+SETTLING_STEPS = 80
 EVALUATED_STEPS = 8
 """Global batches of held-out rows in an evaluation."""
 COLOURS = {"dense": "#b8863b", "MoE": "#2a7f9e"}
@@ -78,7 +80,7 @@ def fill(curve: Curve, building: AbstractContextManager[program.Run], args: argp
     """Train one run; it is gone with this function, before the next is built."""
     with building as run:
         batches = held_out_batches(run, args.corpus, 1 if args.tiny else EVALUATED_STEPS)
-        train(run, curve, batches, args.points)
+        train(run, curve, batches, args.points, settling=4 if args.tiny else SETTLING_STEPS)
 
 
 def held_out_batches(run: program.Run, corpus: Path, num_steps: int) -> list[Batch]:
@@ -94,25 +96,37 @@ def held_out_batches(run: program.Run, corpus: Path, num_steps: int) -> list[Bat
     return batches
 
 
-def train(run: program.Run, curve: Curve, batches: list[Batch], num_points: int) -> None:
+def train(run: program.Run, curve: Curve, batches: list[Batch], num_points: int, *, settling: int) -> None:
     """Until the time is over, with so many evaluations, evenly spread."""
-    settled = [timed_step(run) for _ in range(8)][3:]  # the first ones compile, and capture graphs
-    curve.steps = max(num_points, 8 + round(curve.minutes * 60 / statistics.median(settled)))
+    first = [timed_step(run) for _ in range(settling)]
+    settled = statistics.median(spent for spent, _ in first[-max(1, settling // 4) :])
+    # Those that compiled, and captured graphs, count as any other.
+    seconds = sum(min(spent, 2 * settled) for spent, _ in first)
+    curve.steps = max(num_points, settling + round((curve.minutes * 60 - seconds) / settled))
     run.config = replace(run.config, train=replace(run.config.train, steps=curve.steps))
-    seconds = 8 * statistics.median(settled)
-    stops = [max(9, curve.steps * number // num_points) for number in range(1, num_points + 1)]
+    losses = [loss for _, loss in first]
+    stops = [max(settling, curve.steps * number // num_points) for number in range(1, num_points + 1)]
     for stop in stops:
         while run.progress["step"] < stop:
-            seconds += timed_step(run)
-        curve.points.append((seconds / 60, run.feed.held_out_loss(run.decoder, batches)))
+            spent, loss = timed_step(run)
+            seconds += spent
+            losses.append(loss)
+        held_out = run.feed.held_out_loss(run.decoder, batches)
+        curve.points.append((seconds / 60, held_out))
+        print(
+            f"{curve.model}, step {run.progress['step']:,} of {curve.steps:,}, {seconds:.0f} s: held-out "
+            f"loss {held_out:.4f}, training loss of the last 20 steps {statistics.fmean(losses[-20:]):.4f}",
+            flush=True,
+        )
     curve.tokens = run.progress["tokens"]
 
 
-def timed_step(run: program.Run) -> float:
-    """Seconds until the next one may begin: a step waits for the device when it reads its loss."""
+def timed_step(run: program.Run) -> tuple[float, float]:
+    """Seconds until the next one may begin, since a step waits for the device when it reads its loss; and the
+    loss."""
     began = time.perf_counter()
-    run.train_step()
-    return time.perf_counter() - began
+    record = run.train_step()
+    return time.perf_counter() - began, record.loss
 
 
 def report(curves: list[Curve]) -> bool:

@@ -324,8 +324,8 @@ def _refuse_arguments(args: Any) -> None:
             raise ConfigError(f"{name}: expected False with a sharded model, got True: {why}")
     if args.push_to_hub and args.hub_strategy != "end":
         raise ConfigError(
-            f"hub_strategy: expected end with a sharded model, got {args.hub_strategy.value}: checkpoints are "
-            "sharded; the whole model is pushed at the end, or by trainer.push_to_hub()"
+            f"hub_strategy: expected end with a sharded model, got {args.hub_strategy.value}: checkpoints "
+            "are sharded; the whole model is pushed at the end, or by trainer.push_to_hub()"
         )
     if getattr(args.accelerator_config, "even_batches", True) is False:
         raise ConfigError(

@@ -84,7 +84,10 @@ def sample_and_mistakes() -> tuple[torch.Tensor, list[str]]:
     rank, messages = dist.get_rank(), []
     alike = prompts_of(0)["input_ids"]
     swapped = alike.clone()
-    swapped[0, 0], swapped[0, 1] = alike[0, 0] + 4 * rank, alike[0, 1] - 2 * rank  # sums of place x token agree
+    swapped[0, 0], swapped[0, 1] = (
+        alike[0, 0] + 4 * rank,
+        alike[0, 1] - 2 * rank,
+    )  # sums of place x token agree
     embedded = torch.full((1, 3, 16), float(rank))
     for given in (
         prompts_of(rank), {"input_ids": swapped}, {"inputs_embeds": embedded},
