@@ -274,6 +274,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--points", type=int, default=8, help="evaluations of a curve")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--only", choices=MODELS, help="with --curves: train this model alone")
     parser.add_argument(
         "--dense", nargs="+", default=[], metavar="KEY=VALUE", help="of the dense model alone"
     )

@@ -60,7 +60,7 @@ def add_curves(built: Built, size: Callable[..., Any], args: argparse.Namespace)
     curves = [Curve(**each) for each in told]
     args.json.parent.mkdir(parents=True, exist_ok=True)
     for seed in range(args.seeds):
-        for model in MODELS:
+        for model in MODELS if args.only is None else (args.only,):
             curve = Curve(model, args.optimizer, seed, args.curves)
             is_late = time.perf_counter() - began + 75 * args.curves > args.budget
             if curve.key in {each.key for each in curves} or is_late:

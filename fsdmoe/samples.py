@@ -53,7 +53,7 @@ class Samples:
         tokens_1S[0, : len(ids)] = torch.tensor(ids)
         places_1S = torch.arange(tokens_1S.shape[1], device=self._device)[None]
         for place in range(len(ids), length):
-            routing = RoutingContext(token_mask_T=places_1S < place)  # the rest takes no expert's room
+            routing = RoutingContext(token_mask_T=places_1S < place)  # the rest is no token
             tokens_1S[0, place] = model(tokens_1S, routing=routing).logits_BSV[0, place - 1].argmax()
         return tokens_1S[0, len(ids) : length].tolist()
 

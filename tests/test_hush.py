@@ -1,6 +1,8 @@
 """Torchao's enums and libraries for GPUs are not told about, everything else of the same loggers is."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,21 +12,41 @@ from fsdmoe.hush import hush_libraries
 LINE = "%s is an Enum subclass and is now natively supported by torch.compile"
 
 
-def test_only_the_enums_of_torchao_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("torch.utils._pytree")
+class Heard(logging.Handler):
+    """What a logger lets through, also where it hands nothing on, as torch's once it has set them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def heard(name: str) -> Iterator[tuple[logging.Logger, list[str]]]:
+    """A logger, whose filters are its own again afterwards."""
+    logger, handler = logging.getLogger(name), Heard()
     before = list(logger.filters)
+    logger.addHandler(handler)
+    try:
+        yield logger, handler.lines
+    finally:
+        logger.filters[:] = before
+        logger.removeHandler(handler)
+
+
+def test_only_the_enums_of_torchao_are_left_out() -> None:
     theirs = type("KernelPreference", (), {"__module__": "torchao.quantization.quantize_.common"})
     own = type("Choice", (), {"__module__": "my_script"})
-    try:
+    with heard("torch.utils._pytree") as (logger, told):
+        before = len(logger.filters)
         hush_libraries()
         hush_libraries()
-        assert len(logger.filters) <= len(before) + 1
+        assert len(logger.filters) <= before + 1
         for cls in (theirs, own):
             logger.warning(LINE, cls)
         logger.warning("another thing of %s", theirs)
-    finally:
-        logger.filters[:] = before
-    told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert told[0].startswith("<class 'my_script.Choice'> is an Enum subclass")
     assert told[1].startswith("another thing of")
@@ -32,15 +54,11 @@ def test_only_the_enums_of_torchao_are_left_out(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_library_for_gpus_is_missed_only_where_there_is_one(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    logger = logging.getLogger("torchao")
-    before = list(logger.filters)
-    try:
+    with heard("torchao") as (logger, told):
         hush_libraries()
         logger.warning("Failed to load torchao/_C_mxfp8.so: Could not load this library")
         logger.warning("another thing")
-    finally:
-        logger.filters[:] = before
-    assert len(caplog.records) == 1 + has_gpu
+    assert len(told) == 1 + has_gpu

@@ -46,7 +46,7 @@ def test_samples_are_those_of_one_process_and_are_logged(
     assert [row for row in rows if "samples" in row] == [{"step": 2, "samples": want}]
 
 
-def room_of_prompts(config: Config) -> list[torch.Tensor]:
+def last_logits(config: Config) -> list[torch.Tensor]:
     """The last logits of a prompt, alone and with the padding that samples have."""
     run = Run(config, build_meshes(config.mesh))
     run.close(run.loop([]))
@@ -74,9 +74,9 @@ def room_of_prompts(config: Config) -> list[torch.Tensor]:
     ],
     ids=["capacity", "expert choice"],
 )
-def test_padding_takes_no_room_of_a_prompt_in_experts(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_padding_takes_no_expert_from_a_prompt(tmp_path: Path, keys: dict[str, Any]) -> None:
     config = tiny_config(str(tmp_path), 1, **PROMPTS, **keys)
-    ((alone, padded),) = run_ranks(room_of_prompts, 1, config)
+    ((alone, padded),) = run_ranks(last_logits, 1, config)
     torch.testing.assert_close(padded, alone)
 
 

@@ -155,8 +155,8 @@ def _rolled_back_average(folder: str) -> tuple[int, float]:
     first.loop([])
     first.checkpoints.close()
     first.close("stopped")
-    run = _run(folder, checkpoint__load="latest", train__steps=20, checkpoint__interval=100, optim__ema__decay=0.9,
-               health__on_spike="rollback")  # fmt: skip
+    on = {"optim__ema__decay": 0.9, "health__on_spike": "rollback"}
+    run = _run(folder, checkpoint__load="latest", train__steps=20, checkpoint__interval=100, **on)
     for _ in range(3):
         run.train_step()
     assert run._go_back()
