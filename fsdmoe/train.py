@@ -85,7 +85,9 @@ class Run:
                 trains=trains,
             )
         checkpoint = config.checkpoint if trains else replace(config.checkpoint, in_memory=0)
-        self.checkpoints = Checkpointer(checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config))
+        self.checkpoints = Checkpointer(
+            checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config), trains=trains
+        )
         self.checkpoints.told = told
         load = require_weights(config.model, config.precision, resumes=self.checkpoints.will_load())
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
@@ -300,6 +302,8 @@ class Run:
     def close(self, status: str) -> None:
         self.health.close()
         self._note_event("end", step=self.progress["step"], status=status)
+        if status == "finished":
+            self.checkpoints.end_course()
         self.data.close()
         self.micro_batches.close()
         self.observer.close(status)

@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +56,7 @@ class Checkpointer(Saver):
         *,
         meshes: Meshes | None = None,
         about: Mapping[str, Any] | None = None,
+        trains: bool = True,
     ) -> None:
         """Open the folder of a run.
 
@@ -65,12 +65,13 @@ class Checkpointer(Saver):
             folder: Used where ``config.folder`` is empty.
             meshes: Needed for models that are split over mesh axes (DTensors) and not sharded.
             about: Kept with the tensors for readers, such as the run's configuration.
+            trains: False for a program that only looks at a checkpoint.
         """
         self._limits = Limits(config.retries, config.hang_seconds)
         storage = open_storage(config.folder or folder, self._limits)
         super().__init__(config, storage, meshes=meshes, about=about)
-        self._place = self._place_of_start(folder)
         self._run = _run_folder(folder)
+        self._place = self._place_of_start()
         self._copies = MemoryCopies(config, folder, meshes, about) if config.in_memory else None
         self._tidied = False
         self._damaged: frozenset[str] = frozenset()
@@ -78,11 +79,10 @@ class Checkpointer(Saver):
         """The checkpoint of this run that was loaded whole."""
         self._filled_codes = False
         """Another checkpoint had weights that this run keeps as codes."""
-        self._others: frozenset[int] = frozenset()
-        """The serials of checkpoints in the folder that are not of this course of the run."""
+        self._course = Course()
         self._is_repeated = False
-        """The launcher has started this run again, which has checkpoints of its own by now."""
-        if self._begins_a_course():
+        """The launcher has started this run again, which has something of its own to go on with by now."""
+        if trains and self._begins_a_course():
             self._find_own_course()
         self.before_save: Callable[[], None] = lambda: None
         """Called on the first rank before each save; its error is every rank's, and nothing is saved."""
@@ -143,9 +143,8 @@ class Checkpointer(Saver):
             self._say_changes("resumed", f"{loaded.name} of the copies in memory", loaded.about)
         values = self.load_only(parts, is_optional=True) if loaded is None else loaded.values
         if loaded is None and not self._is_repeated:
-            self._others = frozenset(from_first(self._serials_of_others))
-            if self._begins_a_course() and self.config.interval >= 0:
-                from_first(lambda: course.note(self._run, Course(self._newest_serial(), self._others)))
+            newest, others = from_first(self._begin_course)
+            self._course = Course(newest, frozenset(others))
         if self._filled_codes and self.config.interval >= 0:
             with self._naming_the_key():
                 raise CheckpointError(_BASE_ELSEWHERE)
@@ -186,22 +185,46 @@ class Checkpointer(Saver):
 
     def _find_own_course(self) -> None:
         """Go on with what an earlier start of the same launch has saved."""
-        begun: Course | None = from_first(lambda: course.noted(self._run))
-        if begun is None or from_first(self._newest_serial) <= begun.newest:
+        begun = from_first(lambda: course.noted(self._run, self._words))
+        if begun is None:
             return
-        self._others = begun.others
-        self._is_repeated = True
+        found = Course(begun[0], frozenset(begun[1]))
+        has_copies = self._copies is not None and self._copies.are_there()
+        has_saved = from_first(lambda: any(e.serial > found.newest for e in entries(self.storage)))
+        if not (has_saved or has_copies):
+            return
+        self._course, self._is_repeated = found, True
         if world()[0] == 0:
             what = "load_only_model" if self.config.load_only_model else f"load = {self.config.load}"
             logger.warning(
-                "checkpoint.%s was for this launch's first start: this one goes on with what it has saved",
+                "checkpoint.%s began this run at the first start of its launch; restarted, it goes on with "
+                "its own checkpoints. For a new beginning under the same --rdzv-id, remove %s/%s",
                 what,
+                self._run,
+                course.COURSE,
             )
 
-    def _place_of_start(self, folder: StrPath) -> Place:
-        """What ``load`` is to this run; of a path, as the first rank finds it. ``folder`` as of ``__init__``:
-        it may be inside of the run's."""
-        run = os.fspath(_run_folder(folder))
+    @property
+    def _words(self) -> list[Any]:
+        return [self.config.load, self.config.load_only_model]
+
+    def _begin_course(self) -> list[Any]:
+        """On the first rank: the course of this start, which it notes where ``load`` would begin it again."""
+        found = entries(self.storage)
+        resumed = [place for place, entry in enumerate(found) if entry.name == self._resumed]
+        begun = Course.after(found, found[: resumed[0] if resumed else len(found)])
+        if self._begins_a_course() and self.config.interval >= 0:
+            course.note(self._run, begun, self._words)
+        return [begun.newest, list(begun.others)]
+
+    def end_course(self) -> None:
+        """The run is finished: the same command begins another one."""
+        if world()[0] == 0:
+            course.remove_note(self._run)
+
+    def _place_of_start(self) -> Place:
+        """What ``load`` is to this run; of a path, as the first rank finds it."""
+        run = self._run
 
         def found() -> Place:
             return place_of(self.config.load, self.storage.root, run)
@@ -213,10 +236,8 @@ class Checkpointer(Saver):
 
     def _newest_step(self) -> int:
         """Of the checkpoints of this run; -1 without one."""
-        return next((entry.step for entry in entries(self.storage) if entry.serial), -1)
-
-    def _newest_serial(self) -> int:
-        return next((entry.serial for entry in entries(self.storage) if entry.serial), -1)
+        begun = self._course.newest if self._is_repeated else 0
+        return next((entry.step for entry in entries(self.storage) if entry.serial > begun), -1)
 
     def load_only(self, parts: Parts, *, is_optional: bool) -> Tree | None:
         """As :meth:`load`, for a program that saves nothing; finding nothing is an error unless
@@ -237,6 +258,8 @@ class Checkpointer(Saver):
             yield
         except CheckpointError as error:
             fix = "name another one in checkpoint.load, or set it to none to start anew"
+            if self._is_repeated:
+                fix = f"to start anew, remove {self._run}/{course.COURSE}"
             first, newline, rest = str(error).partition("\n")
             has_fix = "; " in first
             if not has_fix:  # in the first line, which is what people read
@@ -381,13 +404,7 @@ class Checkpointer(Saver):
 
     def _recovered(self) -> list[str]:
         self.storage.recover()
-        return [entry.name for entry in entries(self.storage) if entry.serial not in self._others]
-
-    def _serials_of_others(self) -> list[int]:
-        """Of all but the checkpoint that was resumed, and those before it."""
-        found = entries(self.storage)
-        resumed = [place for place, entry in enumerate(found) if entry.name == self._resumed]
-        return [entry.serial for entry in found[: resumed[0] if resumed else len(found)]]
+        return [entry.name for entry in entries(self.storage) if self._course.has(entry)]
 
     def _policy(self) -> LoadPolicy:
         return LoadPolicy(verify=self.config.verify, threads=self.config.threads, meshes=self._meshes)
@@ -406,10 +423,10 @@ class Checkpointer(Saver):
                 logger.info("changed since it was saved: %s", line)
 
 
-def _run_folder(folder: StrPath) -> Path:
+def _run_folder(folder: StrPath) -> str:
     """Of the folder of a run, or that of its checkpoints inside."""
-    given = Path(folder)
-    return given.parent if given.name == RUN_FOLDER else given
+    parent, _, name = os.fspath(folder).rstrip("/").rpartition("/")
+    return parent or "." if name == RUN_FOLDER else os.fspath(folder)
 
 
 def _differences(before: Tree, now: Tree, prefix: str = "") -> list[str]:

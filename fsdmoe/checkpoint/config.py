@@ -25,7 +25,8 @@ class CheckpointConfig:
     """What to start from. "latest" resumes the newest whole checkpoint of this run's folder, or starts from
     scratch when there is none. "none" starts from scratch. Anything else is the folder of a checkpoint, of
     another run's checkpoints or of a Hugging Face model, and the run stops when it cannot be loaded.
-    Restarted with the same path, a run goes on from its own newest checkpoint."""
+    Restarted with the same path, a run goes on from its own newest checkpoint; so does one that its launcher
+    starts again (a lost rank, a requeued job), whatever it was told."""
     load_only_model: bool = False
     """Take the model's weights only: a new optimizer, step 0, data from the beginning."""
     keep_last: int = 2

@@ -2,8 +2,9 @@
 
 ``none``, a checkpoint inside of the run's own folder, and ``load_only_model`` with the run's own newest are
 meant for one start. A launcher repeats the whole command after a lost rank, and taken literally that would
-drop what was trained since. So the first start notes in the run's folder who launched it, and which
-checkpoints were there; a later start of the same launch goes on with what came after these.
+drop what was trained since. So the first start notes in the run's folder who launched it, with which words,
+and which checkpoints were there; a later start of the same launch goes on with what came after these. A run
+that is finished takes the note away.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdmoe import failures
+from fsdmoe.checkpoint.catalog import Entry
 
 COURSE = "course.json"
 _NO_RENDEZVOUS = ("", "none")
@@ -24,39 +26,64 @@ _NO_RENDEZVOUS = ("", "none")
 
 @dataclass(frozen=True)
 class Course:
-    """What was there when it began, by the serials of checkpoints."""
+    """Which checkpoints of a folder a run may go on from, and go back to."""
 
-    newest: int
-    """-1 without one."""
-    others: frozenset[int]
-    """Those that it does not go on from."""
+    newest: int = -1
+    """The newest serial when it began; -1 without one."""
+    others: frozenset[int | str] = frozenset()
+    """Not of this course: serials, and names of those that cannot be read."""
+
+    @classmethod
+    def after(cls, found: list[Entry], others: list[Entry]) -> Course:
+        """That which begins with a start that has ``found`` these, the newest first."""
+        newest = next((entry.serial for entry in found if entry.serial), -1)
+        return cls(newest, frozenset(entry.serial or entry.name for entry in others))
+
+    def has(self, entry: Entry) -> bool:
+        return not self.others & {entry.serial, entry.name}
 
 
-def note(run: Path, begun: Course) -> None:
-    """Keep what the course that begins with this start has found."""
-    if not failures.has_launcher():
+def note(run: str, course: Course, words: list[Any]) -> None:
+    """Keep what the course that begins with this start has found. ``words``: what the start was asked for."""
+    folder = _local(run)
+    if folder is None or not failures.has_launcher():
         return
-    run.mkdir(parents=True, exist_ok=True)
-    new = run / f".{COURSE}"
-    facts = _launch() | {"newest": begun.newest, "others": sorted(begun.others)}
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".{COURSE}"
+    facts = {"words": words, **_launch(), "newest": course.newest, "others": sorted(course.others, key=str)}
     new.write_text(json.dumps(facts), encoding="utf-8")
-    new.replace(run / COURSE)
+    new.replace(folder / COURSE)
 
 
-def noted(run: Path) -> Course | None:
-    """What an earlier start of the same launch has noted; None where this is its first."""
-    if not failures.has_launcher():
+def noted(run: str, words: list[Any]) -> list[Any] | None:
+    """The newest serial and the others of the course that an earlier start of the same launch has begun with
+    the same words; None where this is its first."""
+    folder = _local(run)
+    if folder is None or not failures.has_launcher():
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
-        then, now = json.loads((run / COURSE).read_text(encoding="utf-8")), _launch()
+        then, now = json.loads((folder / COURSE).read_text(encoding="utf-8")), _launch()
         # An agent of its own has a job that was requeued, or whose first rank moved; it keeps its id.
         is_same_job = then["id"] == now["id"] and now["id"] not in _NO_RENDEZVOUS
-        if then["agent"] == now["agent"] or is_same_job:
-            return Course(then["newest"], frozenset(then["others"]))
+        if then["words"] == words and (then["agent"] == now["agent"] or is_same_job):
+            return [then["newest"], then["others"]]
     return None
 
 
-def _launch() -> dict[str, Any]:
+def remove_note(run: str) -> None:
+    """The run is finished: the same command is another course."""
+    folder = _local(run)
+    if folder is not None:
+        with suppress(OSError):
+            (folder / COURSE).unlink()
+
+
+def _local(run: str) -> Path | None:
+    path = run.removeprefix("file://")
+    return None if "://" in path else Path(path).expanduser()
+
+
+def _launch() -> dict[str, str]:
     """Who starts the ranks, as far as this one knows."""
     agent = os.getppid()
     return {

@@ -141,9 +141,18 @@ def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4)
 def open_newest(path: StrPath, threads: int = 4, verify: Verify = "fast") -> RegionReader:
     """The checkpoint at ``path``, or the newest of a folder of them, with its sizes checked (or every block).
     Collective."""
-    root, (name, *_), _ = from_first(lambda: require(path))
+    root, (name, *others), _ = from_first(lambda: require(path))
     storage = open_storage(root)
-    return RegionReader(storage, name, together(lambda: open_verified(storage, name, verify)), threads)
+
+    def index() -> Index:
+        try:
+            return open_verified(storage, name, verify)
+        except DamagedCheckpointError as error:
+            if others:
+                error.args = (f"{error}; name another one, such as {root}/{others[0]}",)
+            raise
+
+    return RegionReader(storage, name, together(index), threads)
 
 
 def load_indexed(

@@ -4,12 +4,14 @@
 place      names                                       once the run has checkpoints of its own
 =========  ==========================================  ====================================================
 latest     the word                                    it resumes its newest
-none       the word                                    it begins anew
+none       the word                                    it begins anew (*)
 own        the run's folder, or that of its            as latest
            checkpoints
-set_back   something inside of the latter              it is set back to that
+set_back   something inside of the latter              it is set back to that (*)
 foreign    anything else                               it resumes its newest: that start is over
 =========  ==========================================  ====================================================
+
+(*) Ranks that the same launch starts again go on with what it has saved (:mod:`fsdmoe.checkpoint.course`).
 """
 
 from __future__ import annotations

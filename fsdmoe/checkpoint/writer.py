@@ -124,7 +124,7 @@ def finish(order: SaveOrder, written: Iterable[WrittenFile]) -> None:
     """On the coordinator, when all ranks have written: make the checkpoint visible."""
     with travelling_errors():
         serials = [peek_serial(order.storage, name) for name in order.storage.names()]
-        serial = 1 + max(serials, default=0) + serials.count(0)  # above those that cannot be read now
+        serial = 1 + max(serials, default=0) + serials.count(0)  # and those that cannot be read, most likely
         made = documents(order, written, serial)
         _check_there(order, parse_manifest(made[MANIFEST], order.name)[0])
         write_documents(order, made)

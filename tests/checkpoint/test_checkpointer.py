@@ -233,6 +233,10 @@ def test_ranks_that_their_launcher_starts_again_go_on_with_what_they_have_saved(
     save(first, 3)
     _, state = start()
     assert state["model"]["x"][0] == 3 == state["optim"]["m"][0]
+    if load == "none":
+        first.end_course()
+        assert start()[1]["model"]["x"][0] == 0  # it is finished: the command means a new one
+        first.end_course()
     again, state = start(agent="two")  # by hand: as the command says
     assert state["model"]["x"][0] == (3 if only_model else begun)
     assert state["optim"]["m"][0] != 3
@@ -243,6 +247,42 @@ def test_ranks_that_their_launcher_starts_again_go_on_with_what_they_have_saved(
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     _, state = start(agent="three")  # without a name, this is another launch
     assert state["model"]["x"][0] == (1 if only_model else begun)
+
+
+def started_in_turn(folder: str, in_memory: int) -> list[int | None]:
+    """What four starts of one launch go on with, of which the first two save."""
+    os.environ |= {"TORCHELASTIC_ERROR_FILE": "somewhere", "TORCHELASTIC_RUN_ID": "job 7"}
+    found = []
+    for step, words in ((2, {}), (4, {}), (0, {}), (0, {"load": "latest", "load_only_model": True})):
+        settings = {"load": "none", "interval": 100 if in_memory else 2, "asynchronous": False, **words}
+        one = Checkpointer(CheckpointConfig(**settings, in_memory=in_memory), Path(folder) / "checkpoints")
+        loaded = one.load({"step": 0, "model": {"x": torch.zeros(8)}})
+        found.append(None if loaded is None else loaded.get("step", 0))
+        if step:
+            one.maybe_save(step, {"step": step, "model": {"x": torch.full((8,), float(step))}})
+        one.join()
+    return found
+
+
+@pytest.mark.parametrize("in_memory", [0, 1])
+def test_restarts_go_on_alike_on_all_ranks(tmp_path: Path, in_memory: int) -> None:
+    """With copies in memory too; other words are another course."""
+    found = run_ranks(started_in_turn, 2, str(tmp_path), in_memory, fresh=True)
+    assert found == [[None, 2, 4, None if in_memory else 0]] * 2
+
+
+def test_an_evaluation_looks_at_what_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "somewhere")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    folder = tmp_path / "checkpoints"
+    config = CheckpointConfig(asynchronous=False, load=str(folder / "step_00000002"))
+    saver(folder).save(2, parts(2))
+    run = Checkpointer(config, folder)
+    run.load(parts(0))
+    run.save(4, parts(4))
+    looking = Checkpointer(config, folder, trains=False)
+    assert looking.load_only(parts(0), is_optional=False)["step"] == 2  # type: ignore[index]
+    assert Checkpointer(config, folder).load(parts(0))["step"] == 4  # type: ignore[index]
 
 
 def test_a_job_that_is_requeued_or_moves_goes_on_with_what_it_has_saved(
