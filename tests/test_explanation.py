@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
 import fsdmoe
@@ -18,7 +20,8 @@ def explained(family: str, recompute: tuple[Any, ...], **options: Any) -> list[s
         model: Any = build_model(preset_config("tiny-qwen3"))
     else:
         model = tiny_hf(family)
-        model.set_attn_implementation("sdpa")
+        if family != "gpt_oss":
+            model.set_attn_implementation("sdpa")
     if family == "mixtral":
         model.model.layers[1].input_layernorm.forward = model.model.layers[1].input_layernorm.forward.__call__
     meshes = fsdmoe.build_meshes(ep=torch.distributed.get_world_size())
@@ -88,3 +91,28 @@ def test_a_model_of_fsdmoe_is_explained_too() -> None:
     (attention,) = [line for line in lines if "(GroupedQueryAttention)" in line]
     assert attention.endswith(": fsdmoe's own")
     assert lines[lines.index("left as they are:") + 1] == "rewrites, from the inside out:"
+
+
+def kernels_of_experts(family: str, supported: bool) -> set[str]:
+    """What is said of experts where there are kernels that take such shapes, or do not."""
+
+    class Kernels:
+        supports_shape = staticmethod(lambda *_: supported)
+
+    with mock.patch("fsdmoe.explanation.triton_for", return_value=Kernels):
+        lines = explained(family, ())
+    return {name for name in ("Triton", "plain torch") for line in lines if f", {name} bfloat16" in line}
+
+
+@requires_transformers
+@pytest.mark.parametrize(
+    ("family", "supported", "kernel"),
+    [
+        ("qwen3_moe", True, "Triton"),
+        ("native", True, "Triton"),
+        ("qwen3_moe", False, "plain torch"),
+        ("gpt_oss", True, "plain torch"),  # whose weights lie otherwise
+    ],
+)
+def test_kernels_of_experts_are_named_where_they_take_them(family: str, supported: bool, kernel: str) -> None:
+    assert run_ranks(kernels_of_experts, 1, family, supported) == [{kernel}]

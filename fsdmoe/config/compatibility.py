@@ -166,6 +166,7 @@ OTHER_ROWS = (
     Row(on.LIBRARY_EXPERTS, on.ADAPTED_EXPERTS, NOT_BUILT,
         "other libraries' products take no low-rank updates",
         'set adapter.target_parameters = [], or precision.backend = "own"'),
+    Row(on.BALANCING_BIAS, on.ADAPTERS, CANNOT, "an adapter has no place for the biases that move"),
     Row(on.ADAPTERS, on.NATIVE, NOT_BUILT, "adapters are for the model of a Hugging Face folder",
         "name one with model.hf (to-hf writes it from a checkpoint)"),
     Row(on.PAIRS, on.NATIVE, NOT_BUILT, _REFERENCE, "name a Hugging Face folder with model.hf"),
@@ -242,7 +243,6 @@ QK_CLIP_ROWS = (
 EMA_ROWS = (
     Row(EMA, on.ANY_GRAPHS, NOT_BUILT, "weights that change places for an evaluation are not captured"),
     Row(EMA, on.ADAPTERS, NOT_BUILT, "adapters are stored and exported without an average"),
-    Row(on.BALANCING_BIAS, on.ADAPTERS, CANNOT, "an adapter has no place for the biases that move"),
 )
 
 _WITH_GRAPHS = "tests/behaviour/test_graphs_gpu.py"

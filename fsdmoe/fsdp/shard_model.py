@@ -105,12 +105,20 @@ def refuse_sharded(model: nn.Module) -> None:
 def refuse_hooked(model: nn.Module) -> None:
     """ConfigError for parameters with hooks, which the parameters that take their place would not call."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        hooks = {**(parameter._backward_hooks or {})}
+        hooks |= getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if not all(map(_is_of_tp_plan, hooks.values())):
             raise ConfigError(
                 f"parallelize: expected parameters without hooks, but {name} has one, which would never be "
-                "called; use parameter.register_post_accumulate_grad_hook behind parallelize, or change "
+                "called; use parameter.register_post_accumulate_grad_hook on the sharded model, or change "
                 ".grad once backward has returned"
             )
+
+
+def _is_of_tp_plan(hook: object) -> bool:
+    """What transformers puts on norms of a model that it has split, at each first forward again."""
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).startswith("transformers.distributed.")
 
 
 def _build(

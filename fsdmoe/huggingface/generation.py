@@ -60,13 +60,17 @@ def _require_same_prompts(prompts: Sequence[Any], tensor: TensorGroup) -> None:
         )
 
 
+_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _shape_of(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _is_everywhere(value: Tensor, tensor: TensorGroup) -> bool:
-    """Whether all ranks have the same; each of them is told the same."""
-    value = value.long() if value.dtype == torch.bool else value
+    """Whether all ranks have the same bits; each of them is told the same."""
+    value = value.contiguous()
+    value = value.view(_OF_SIZE[value.element_size()]) if value.is_floating_point() else value.long()
     lowest, highest = (tensor.all_reduce(value.clone(), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     return torch.equal(lowest, highest)
 

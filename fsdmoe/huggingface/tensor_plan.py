@@ -137,11 +137,11 @@ def _form_of(module: nn.Module) -> _Form | None:
             continue
         if any(children.get(name) is None for name in form.between):
             continue
-        rest = {n.partition(".")[0]: p for n, p in module.named_parameters()}
-        rest = {name: p for name, p in rest.items() if name not in named}
+        rest = [(n.partition(".")[0], p) for n, p in module.named_parameters()]
         is_known = (
             name in children and _is_norm(children[name]) and tuple(p.shape) == (head_dim,)
-            for name, p in rest.items()
+            for name, p in rest
+            if name not in named
         )  # fmt: skip
         if all(is_known):  # norms on each head: a parameter of the module itself may be anything
             return form

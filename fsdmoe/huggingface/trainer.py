@@ -3,7 +3,7 @@
 ::
 
     trainer = fsdmoe.prepare_trainer(Trainer(model, arguments, train_dataset=rows))
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
 
 The loop, its schedule, logs, callbacks and data stay the trainer's own. What changes is in two classes of
 methods that the objects get: :mod:`fsdmoe.huggingface.accelerator`, and here what a trainer does without its

@@ -51,7 +51,10 @@ class GroupConfig:
 
 
 RESERVED = ("decayed", "not decayed", "muon")
-"""Names of the optimizer's own parameter groups."""
+"""Names of the optimizer's own parameter groups, of what no group names."""
+NOT_DECAYED, BY_MUON = " (not decayed)", " (muon)"
+SUFFIXES = (NOT_DECAYED, BY_MUON)
+"""Of the parts of a group."""
 
 
 def group_problems(groups: Sequence[GroupConfig], optimizer: str) -> list[str]:
@@ -65,10 +68,10 @@ def group_problems(groups: Sequence[GroupConfig], optimizer: str) -> list[str]:
             problems.append(
                 f'{key}.params: expected patterns over names, got none; write params = ["*.bias"]'
             )
-        if group.title in RESERVED:
+        if group.title in RESERVED or group.title.endswith(SUFFIXES):
             problems.append(
-                f"{key}.name: expected another name, got {group.title!r}, which parameters of no group go "
-                "by; change it"
+                f"{key}.name: expected another name, got {group.title!r}, which the optimizer gives to "
+                "groups of its own; change it"
             )
         if titles.index(group.title) != number:
             problems.append(

@@ -18,15 +18,13 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.optim.group_config import GroupConfig, group_problems
+from fsdmoe.optim.group_config import BY_MUON, NOT_DECAYED, GroupConfig, group_problems
 from fsdmoe.rules import nearest
 
 DecayRule = Callable[[str, torch.Tensor], bool]
 MuonRule = Callable[[str, nn.Parameter, GroupConfig], bool]
 MUON = "muon"
 """The key of parameter groups whose parameters are updated as matrices."""
-_NOT_DECAYED = " (not decayed)"
-_BY_MUON = " (muon)"
 
 
 @dataclass
@@ -137,17 +135,17 @@ def make_groups(
     rest = GroupConfig(name="rest")
     made: dict[tuple[GroupConfig, str], NamedGroup] = {
         (rest, ""): NamedGroup("decayed", {"weight_decay": weight_decay}),
-        (rest, _NOT_DECAYED): NamedGroup("not decayed", {"weight_decay": 0.0}),
+        (rest, NOT_DECAYED): NamedGroup("not decayed", {"weight_decay": 0.0}),
     }
     if by_muon is not None:
-        made[rest, _BY_MUON] = NamedGroup(MUON, {"weight_decay": weight_decay, MUON: True})
+        made[rest, BY_MUON] = NamedGroup(MUON, {"weight_decay": weight_decay, MUON: True})
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         group = found.get(parameter, rest)
-        kind = "" if group.weight_decay is not None or decays(name, parameter) else _NOT_DECAYED
+        kind = "" if group.weight_decay is not None or decays(name, parameter) else NOT_DECAYED
         if by_muon is not None and by_muon(name, parameter, group):
-            kind = _BY_MUON
+            kind = BY_MUON
         if (group, kind) not in made:
             made[group, kind] = _group(group, lr, weight_decay, kind)
         made[group, kind].params.append(parameter)
@@ -156,8 +154,8 @@ def make_groups(
 
 def _group(group: GroupConfig, lr: float, weight_decay: float, kind: str) -> NamedGroup:
     decay = weight_decay if group.weight_decay is None else group.weight_decay
-    settings: dict[str, Any] = {"weight_decay": 0.0 if kind == _NOT_DECAYED else decay, "lr": group.rate(lr)}
-    if kind == _BY_MUON:
+    settings: dict[str, Any] = {"weight_decay": 0.0 if kind == NOT_DECAYED else decay, "lr": group.rate(lr)}
+    if kind == BY_MUON:
         settings[MUON] = True
     else:
         settings |= {key: getattr(group, key) for key in ("betas", "eps") if getattr(group, key) is not None}
@@ -166,7 +164,7 @@ def _group(group: GroupConfig, lr: float, weight_decay: float, kind: str) -> Nam
 
 def config_of(groups: Sequence[GroupConfig], name: str) -> GroupConfig | None:
     """Which of ``groups`` made the parameter group of this name; none: the rest."""
-    title = name.removesuffix(_NOT_DECAYED).removesuffix(_BY_MUON)
+    title = name.removesuffix(NOT_DECAYED).removesuffix(BY_MUON)
     return next((group for group in groups if group.title == title), None)
 
 

@@ -130,7 +130,7 @@ def loss_of_equals(experts: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     "experts",
-    [{"capacity": CapacityConfig(factor=1.25)}, {"selection": "expert_choice"}],
+    [{"capacity": CapacityConfig(factor=1.25, scope="sequence")}, {"selection": "expert_choice"}],
     ids=["capacity", "expert choice"],
 )
 def test_the_reference_routes_padding_as_the_model_does(experts: dict[str, Any]) -> None:

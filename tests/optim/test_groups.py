@@ -149,6 +149,10 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"params": ["*.moe.down"], "name": "decayed", "lr": 1.0}],
         "groups[0].name: expected another name, got 'decayed'",
     ),
+    "a name of a part": (
+        [{"params": ["*.moe.down"], "name": "slow (muon)", "lr": 1.0}],
+        "groups[0].name: expected another name, got 'slow (muon)'",
+    ),
     "a string": ([{"params": "*.bias", "lr": 1.0}], "optim.groups[0].params: expected a list"),
     "everything frozen": ([{"params": ["*"], "frozen": True}], "optim.groups: expected something"),
 }  # fmt: skip
