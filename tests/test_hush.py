@@ -25,13 +25,15 @@ class Heard(logging.Handler):
 
 @contextlib.contextmanager
 def heard(name: str) -> Iterator[tuple[logging.Logger, list[str]]]:
-    """A logger, whose filters are its own again afterwards."""
+    """A logger, whose filters and level are its own again afterwards."""
     logger, handler = logging.getLogger(name), Heard()
-    before = list(logger.filters)
+    before, level = list(logger.filters), logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)  # examples that ran in this process have raised it
     try:
         yield logger, handler.lines
     finally:
+        logger.setLevel(level)
         logger.filters[:] = before
         logger.removeHandler(handler)
 

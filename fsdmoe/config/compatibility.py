@@ -103,6 +103,8 @@ SUB_BATCH_ROWS = (
         "set memory.recompute = parts of a layer"),
     Row(on.SUB_BATCHES, on.OFFLOAD, NOT_BUILT, "inputs of layers are still on their way"),
     Row(on.SUB_BATCHES, on.ANY_GRAPHS, NOT_BUILT, "graphs hold one micro-batch at a time"),
+    Row(on.SUB_BATCHES, on.TE_PRODUCTS, NOT_BUILT,
+        "its products on two streams would share one workspace"),
     Row(on.SUB_BATCHES, on.RECORD, NOT_BUILT, _RECORDED),
     Row(on.SUB_BATCHES, on.REPLAY, NOT_BUILT, _RECORDED),
     Row(on.SUB_BATCHES, on.GLOBAL_BALANCE, CANNOT, _LOADS),

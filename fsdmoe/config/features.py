@@ -216,6 +216,10 @@ LIBRARY_PRODUCTS = Feature(
     name="products of another library", key="precision.backend", shown='"torchao" or "te"', off='"own"',
     is_on=lambda chosen: chosen["precision.backend"] in ("torchao", "te"),
 )  # fmt: skip
+TE_PRODUCTS = Feature(
+    name="products of Transformer Engine", key="precision.backend", shown='"te"', off='"own"',
+    is_on=lambda chosen: RECIPE.is_on(chosen) and chosen["precision.backend"] == "te",
+)  # fmt: skip
 LIBRARY_EXPERTS = Feature(
     name="another library's products of experts", key="precision.backend",
     shown='"torchao" or "te", with "experts" in precision.covers', off='"own"',

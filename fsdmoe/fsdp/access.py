@@ -25,10 +25,10 @@ class ReadGuard:
     """Until then another stream, or a collective, reads or writes the memory."""
 
     def wait(self) -> None:
-        """Order what the caller does next behind it."""
+        """Order what the caller's stream does next behind it. It stays pending, for other streams: to wait
+        for what is done costs nothing."""
         if self.pending is not None:
             self.pending.wait()
-            self.pending = None
 
 
 class Access:

@@ -121,6 +121,7 @@ class GradBuffer:
         self._handle = streams.reduce.handle()
         self._written = streams.event()
         self._in_flight = False
+        self._written_elsewhere: list[torch.cuda.Event] = []
         self.guard = ReadGuard()
         self._problems = _problems(name)
 
@@ -427,17 +428,28 @@ class GradBuffer:
         self._main_state = result
         self._transition(_REDUCING)
         if stages:
+            for event in self._written_elsewhere:
+                event.wait()
+            self._written_elsewhere.clear()
             self._written.record()
             self._stream.run(self._handle, stages, self._written)
             self._in_flight = True
             # Whoever zeroes the gradient in place after a backward that raised must not be overtaken.
             self.guard.pending = self._handle
 
+    def note_write(self, view: torch.Tensor) -> None:
+        """Autograd has written into ``view``, on a GPU. It does so on the stream on which it first met the
+        parameter: that of a capture, where a captured part is kept."""
+        stream = torch.cuda.current_stream(view.device)
+        if stream != torch.cuda.default_stream(view.device):
+            self._written_elsewhere.append(stream.record_event())
+
     def _wait(self) -> None:
-        self.guard.wait()  # an optimizer may still read main on a stream of its own
-        if self._in_flight:  # whoever waited for it before may have done so on another stream
+        if self._in_flight:  # then it is what is pending
             self._handle.wait()
             self._in_flight = False
+        else:
+            self.guard.wait()  # an optimizer may still read main on a stream of its own
 
     def _transition(self, state: GradState) -> None:
         if state not in MOVES[self.state]:

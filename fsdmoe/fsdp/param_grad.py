@@ -45,6 +45,8 @@ class GradOwner(Protocol):
 
     def stage(self, param: ParamGrad) -> Staged | None: ...
 
+    def note_write(self, view: torch.Tensor) -> None: ...
+
 
 class ParamGrad:
     """A parameter's places in the flat gradients, and the sink through which kernels write there."""
@@ -144,6 +146,8 @@ class ParamGrad:
         if share != 1:
             gradient = gradient * share
         view.add_(gradient) if accumulate else view.copy_(gradient)
+        if view.is_cuda:
+            self._owner.note_write(view)
 
     # Staging
 

@@ -91,6 +91,13 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             yield
 
+    def take(self, memory: torch.Tensor) -> None:
+        """From now on this stream uses ``memory``, which is the current stream's: behind what that still does
+        with it, and its block is not given out again before this stream is done."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(memory.device))
+            memory.record_stream(self._stream)
+
     def record(self) -> Event:
         return None if self._stream is None else self._stream.record_event()
 
@@ -107,6 +114,8 @@ class StateStream:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # Updates are short and layers' kernels long: one that waits for every processor would hold up copies.
         self._in, self._update, self._out = _Lane(device), _Lane(device, priority=-1), _Lane(device)
+        for lane in (self._in, self._update, self._out):
+            lane.take(self._memory)
         self._tenants: deque[_Staged] = deque()
         """Whose places may still be in use, in the order of the ring."""
         self._head = 0
