@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 
 from fsdmoe.autograd import is_in_backward
+from fsdmoe.capturing import is_capturing
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Stage
@@ -196,6 +197,7 @@ class GradBuffer:
     def settle(self) -> None:
         """Backward is over and the caller's further work is ordered behind all reductions."""
         self.discards = False
+        self._written_elsewhere.clear()  # autograd has joined its streams
         if self._in_flight:
             self._in_flight = False
             self.guard.pending = None
@@ -427,10 +429,10 @@ class GradBuffer:
     def _start(self, stages: list[Stage], result: GradState) -> None:
         self._main_state = result
         self._transition(_REDUCING)
+        for event in self._written_elsewhere:
+            event.wait()
+        self._written_elsewhere.clear()
         if stages:
-            for event in self._written_elsewhere:
-                event.wait()
-            self._written_elsewhere.clear()
             self._written.record()
             self._stream.run(self._handle, stages, self._written)
             self._in_flight = True
@@ -441,7 +443,7 @@ class GradBuffer:
         """Autograd has written into ``view``, on a GPU. It does so on the stream on which it first met the
         parameter: that of a capture, where a captured part is kept."""
         stream = torch.cuda.current_stream(view.device)
-        if stream != torch.cuda.default_stream(view.device):
+        if stream != torch.cuda.default_stream(view.device) and not is_capturing():
             self._written_elsewhere.append(stream.record_event())
 
     def _wait(self) -> None:
