@@ -121,7 +121,6 @@ class GradBuffer:
         self._stream = streams.reduce
         self._handle = streams.reduce.handle()
         self._written = streams.event()
-        self._in_flight = False
         self._written_elsewhere: list[torch.cuda.Event] = []
         self.guard = ReadGuard()
         self._problems = _problems(name)
@@ -157,7 +156,9 @@ class GradBuffer:
         self.discards = True
 
     def _begin(self) -> None:
-        self._wait()  # a unit that backward reaches twice writes main again, with or without a slot
+        # A unit that backward reaches twice writes main again, with or without a slot; an optimizer may still
+        # read main on a stream of its own.
+        self.guard.wait()
         if self.slot is not None:
             self._enter_slot(self.slot)
         if self._main_state is _EMPTY:
@@ -198,8 +199,7 @@ class GradBuffer:
         """Backward is over and the caller's further work is ordered behind all reductions."""
         self.discards = False
         self._written_elsewhere.clear()  # autograd has joined its streams
-        if self._in_flight:
-            self._in_flight = False
+        if self.guard.pending is self._handle:  # an optimizer's own stream may not be done yet
             self.guard.pending = None
         if self.state is _REDUCING:
             self._transition(self._main_state)
@@ -229,7 +229,6 @@ class GradBuffer:
         self.guard.wait()
         if all(param.user_grad is None for param in self.param_grads):
             if any(param.is_zeroed for param in self.param_grads):
-                self._wait()
                 for param in self.param_grads:
                     param.drop(is_in_main=False)
                 self._make_zero()
@@ -369,7 +368,7 @@ class GradBuffer:
             if other is not None and other is not self and (other.is_open or other.is_staged):
                 return False
         if slot.tenant is not None:
-            slot.tenant._wait()
+            slot.tenant.guard.wait()
         if slot.padding_of != self._layout_key:
             slot.padding_of = None  # what is staged may lie in the last tenant's padding
         slot.stager = self
@@ -382,7 +381,7 @@ class GradBuffer:
         if tenant is not None and tenant is not self:
             if tenant.is_open:
                 tenant.reduce(last=False)
-            tenant._wait()  # its reduction still reads the slot
+            tenant.guard.wait()  # its reduction still reads the slot
         if slot.stager is not None and slot.stager is not self:
             # Before padding is cleared, which may lie in what they left.
             for param in slot.stager.param_grads:
@@ -397,7 +396,7 @@ class GradBuffer:
 
     def _prepare_main(self) -> None:
         """Have a main gradient that may be overwritten."""
-        self._wait()  # it was dropped, but a reduction that was started before may still write it
+        self.guard.wait()  # it was dropped, but a reduction that was started before may still write it
         end_leases(self.param_grads)  # before anything is written there
         freed = [flat for flat in self._flats if flat.main is None]
         for flat in freed:
@@ -435,7 +434,6 @@ class GradBuffer:
         if stages:
             self._written.record()
             self._stream.run(self._handle, stages, self._written)
-            self._in_flight = True
             # Whoever zeroes the gradient in place after a backward that raised must not be overtaken.
             self.guard.pending = self._handle
 
@@ -445,13 +443,6 @@ class GradBuffer:
         stream = torch.cuda.current_stream(view.device)
         if stream != torch.cuda.default_stream(view.device) and not is_capturing():
             self._written_elsewhere.append(stream.record_event())
-
-    def _wait(self) -> None:
-        if self._in_flight:  # then it is what is pending
-            self._handle.wait()
-            self._in_flight = False
-        else:
-            self.guard.wait()  # an optimizer may still read main on a stream of its own
 
     def _transition(self, state: GradState) -> None:
         if state not in MOVES[self.state]:

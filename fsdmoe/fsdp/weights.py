@@ -190,16 +190,12 @@ class WeightBuffer:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shard_group)
         self.scales.encode(self.main, self.shard)
 
-    def _follow_update(self) -> None:
-        if self.guard.pending is not None:
-            self.guard.pending.wait()
-
     def gather_stages(self) -> list[Stage]:
         """From the shard to ``full``: straight, or by way of this rank's slice of it."""
         if not self._plan.gathered:
             return []
         # On the stream that gathers, which runs ahead of the caller's: its own wait comes with its turn.
-        stages: list[Stage] = [local(self._follow_update)]
+        stages: list[Stage] = [local(self.guard.wait)]
         stages += self._sent(self.main if self.shard is None else self.shard, self.full)
         if self.four_bit is not None:
             stages += self._sent(self.four_bit.factors, self.four_bit.full)

@@ -193,7 +193,7 @@ class GradMachine:
                     model.flush(FINAL)
                 elif model.state in (REDUCING, PARTIAL):
                     model.state, model.main = REDUCING, FINAL
-            unit._wait()
+            unit.guard.wait()
             unit.settle()
             if model.state is REDUCING:
                 model.state = model.main
@@ -201,7 +201,7 @@ class GradMachine:
     def do_raise_in_backward(self) -> None:
         broken = self.whole_states(OPEN, REDUCING)
         for unit, model in zip(self.units, self.models, strict=True):
-            unit._wait()
+            unit.guard.wait()
             unit.interrupt()
             if model.state in (OPEN, REDUCING):
                 model.state = BROKEN
@@ -323,3 +323,21 @@ def test_a_gradient_is_the_sum_of_what_was_written(layout: dict[str, int], lean:
 @pytest.mark.parametrize(("layout", "lean"), LAYOUTS)
 def test_it_is_over_many_more_courses(layout: dict[str, int], lean: bool) -> None:
     run_ranks(drive, WORLD, layout, lean, 1000, timeout=1200.0)
+
+
+def pending_after_reduction() -> list[bool]:
+    """Whether the gradient is pending when its reduction was started, waited for and settled."""
+    module = nn.Linear(5, 3)
+    fully_shard(module, build_meshes(), FSDPPolicy())
+    grads = engine_of(module).root.grads
+    grads.open()
+    grads.reduce(last=True)
+    found = [grads.guard.pending is not None]
+    grads.guard.wait()
+    found.append(grads.guard.pending is not None)
+    grads.settle()
+    return [*found, grads.guard.pending is not None]
+
+
+def test_a_gradient_is_pending_until_it_is_settled_though_somebody_waited_for_it() -> None:
+    assert run_ranks(pending_after_reduction, WORLD) == [[True, True, False]] * WORLD
