@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
@@ -19,17 +18,21 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
         step: The optimizer step; the first is 1.
         total_steps: Steps of the whole run.
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    floor = config.lr * config.min_lr_ratio
+    return _rate(config, config.lr, config.warmup_steps, step, total_steps)
+
+
+def _rate(config: OptimConfig, peak: float, warmup_steps: int, step: int, total_steps: int) -> float:
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    floor = peak * config.min_lr_ratio
     if config.schedule == "constant":
-        return config.lr
+        return peak
     if config.schedule == "cosine":
-        progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     decay_steps = max(1, round(total_steps * config.decay_fraction))
     left = total_steps - step
-    return config.lr if left >= decay_steps else floor + (config.lr - floor) * max(0, left) / decay_steps
+    return peak if left >= decay_steps else floor + (peak - floor) * max(0, left) / decay_steps
 
 
 def set_learning_rates(
@@ -43,6 +46,4 @@ def set_learning_rates(
         own = config_of(config.groups, group.get("name", "")) if config.groups else None
         if own is not None:
             warmup = config.warmup_steps if own.warmup_steps is None else own.warmup_steps
-            peak = own.rate(config.lr)
-            settings = replace(config, lr=peak or config.lr, warmup_steps=warmup)
-            group["lr"] = learning_rate(settings, step, total_steps) if peak else 0.0
+            group["lr"] = _rate(config, own.rate(config.lr), warmup, step, total_steps)
