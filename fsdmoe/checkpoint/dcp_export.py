@@ -35,6 +35,7 @@ from fsdmoe.checkpoint.session import open_newest, saving
 from fsdmoe.checkpoint.storage import StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import SaveOrder, begin, travelling_errors
+from fsdmoe.optim.group_config import DECAYED, NOT_DECAYED
 
 Path = tuple[str | int, ...]
 # A reader takes in a chunk whole, whatever it needs of it.
@@ -176,7 +177,7 @@ def _groups(optimizer: Tree, names: dict[str, bool], policy: DCPExportPolicy) ->
     ]
     if policy.one_group or len(stored) == 1:
         return [(stored[0] if stored else defaults, list(names))]
-    if [group.get("name") for group in optimizer.get("groups", [])] != ["decayed", "not decayed"]:
+    if [group.get("name") for group in optimizer.get("groups", [])] != [DECAYED, NOT_DECAYED]:
         raise CheckpointError(
             f"the optimizer has {len(stored)} parameter groups, and the checkpoint does not say which "
             "parameter is in which; pass --one-group, or --only-model"

@@ -25,6 +25,7 @@ from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
+from fsdmoe.optim.group_config import DECAYED, NOT_DECAYED
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +253,7 @@ def _groups(folder: DCPFolder, state: DCPState, matrices: set[str]) -> list[Tree
             shown = reprlib.repr(members)
             raise CheckpointError(f"{folder.name}: {keys['params']}: expected names, got {shown}")
         of_parameter |= {plain_name(str(member)): keys for member in members}
-    groups: list[Tree] = [{"name": "decayed"}, {"name": "not decayed"}]
+    groups: list[Tree] = [{"name": DECAYED}, {"name": NOT_DECAYED}]
     for key in _SETTINGS:
         found: list[list[str]] = [[], []]
         for name, keys in of_parameter.items():

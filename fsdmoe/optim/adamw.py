@@ -23,8 +23,8 @@ from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.labels import raise_noted
 from fsdmoe.optim.config import beta2_problems, check_offload, check_torchao
-from fsdmoe.optim.group_config import GroupConfig
-from fsdmoe.optim.groups import MUON, DecayRule, NamedGroup, check_groups, is_matrix, make_groups
+from fsdmoe.optim.group_config import MUON, GroupConfig
+from fsdmoe.optim.groups import DecayRule, NamedGroup, check_groups, is_matrix, make_groups
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, ring_bytes
 from fsdmoe.optim.state_stream import StateStream
 from fsdmoe.optim.update import rounds_weights, update

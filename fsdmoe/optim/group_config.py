@@ -50,11 +50,12 @@ class GroupConfig:
         return self.lr if self.lr is not None else lr * (1.0 if self.lr_scale is None else self.lr_scale)
 
 
-RESERVED = ("decayed", "not decayed", "muon")
-"""Names of the optimizer's own parameter groups, of what no group names."""
-NOT_DECAYED, BY_MUON = " (not decayed)", " (muon)"
-SUFFIXES = (NOT_DECAYED, BY_MUON)
-"""Of the parts of a group."""
+DECAYED, NOT_DECAYED, MUON = "decayed", "not decayed", "muon"
+OWN_GROUPS = (DECAYED, NOT_DECAYED, MUON)
+"""Names of the optimizer's own parameter groups, of what no group names. ``MUON`` is also the key of
+parameter groups whose parameters are updated as matrices."""
+SUFFIXES = tuple(f" ({part})" for part in OWN_GROUPS[1:])
+"""Of the names of a group's other parts; the decayed one has none."""
 
 
 def group_problems(groups: Sequence[GroupConfig], optimizer: str) -> list[str]:
@@ -68,7 +69,7 @@ def group_problems(groups: Sequence[GroupConfig], optimizer: str) -> list[str]:
             problems.append(
                 f'{key}.params: expected patterns over names, got none; write params = ["*.bias"]'
             )
-        if group.title in RESERVED or group.title.endswith(SUFFIXES):
+        if group.title in OWN_GROUPS or group.title.endswith(SUFFIXES):
             problems.append(
                 f"{key}.name: expected another name, got {group.title!r}, which the optimizer gives to "
                 "groups of its own; change it"

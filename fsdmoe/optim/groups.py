@@ -18,13 +18,11 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.optim.group_config import BY_MUON, NOT_DECAYED, GroupConfig, group_problems
+from fsdmoe.optim.group_config import DECAYED, MUON, NOT_DECAYED, SUFFIXES, GroupConfig, group_problems
 from fsdmoe.rules import nearest
 
 DecayRule = Callable[[str, torch.Tensor], bool]
 MuonRule = Callable[[str, nn.Parameter, GroupConfig], bool]
-MUON = "muon"
-"""The key of parameter groups whose parameters are updated as matrices."""
 
 
 @dataclass
@@ -134,18 +132,18 @@ def make_groups(
         )
     rest = GroupConfig(name="rest")
     made: dict[tuple[GroupConfig, str], NamedGroup] = {
-        (rest, ""): NamedGroup("decayed", {"weight_decay": weight_decay}),
-        (rest, NOT_DECAYED): NamedGroup("not decayed", {"weight_decay": 0.0}),
+        (rest, DECAYED): NamedGroup(DECAYED, {"weight_decay": weight_decay}),
+        (rest, NOT_DECAYED): NamedGroup(NOT_DECAYED, {"weight_decay": 0.0}),
     }
     if by_muon is not None:
-        made[rest, BY_MUON] = NamedGroup(MUON, {"weight_decay": weight_decay, MUON: True})
+        made[rest, MUON] = NamedGroup(MUON, {"weight_decay": weight_decay, MUON: True})
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         group = found.get(parameter, rest)
-        kind = "" if group.weight_decay is not None or decays(name, parameter) else NOT_DECAYED
+        kind = DECAYED if group.weight_decay is not None or decays(name, parameter) else NOT_DECAYED
         if by_muon is not None and by_muon(name, parameter, group):
-            kind = BY_MUON
+            kind = MUON
         if (group, kind) not in made:
             made[group, kind] = _group(group, lr, weight_decay, kind)
         made[group, kind].params.append(parameter)
@@ -155,17 +153,16 @@ def make_groups(
 def _group(group: GroupConfig, lr: float, weight_decay: float, kind: str) -> NamedGroup:
     decay = weight_decay if group.weight_decay is None else group.weight_decay
     settings: dict[str, Any] = {"weight_decay": 0.0 if kind == NOT_DECAYED else decay, "lr": group.rate(lr)}
-    if kind == BY_MUON:
+    if kind == MUON:
         settings[MUON] = True
     else:
         settings |= {key: getattr(group, key) for key in ("betas", "eps") if getattr(group, key) is not None}
-    return NamedGroup(group.title + kind, settings)
+    return NamedGroup(group.title if kind == DECAYED else f"{group.title} ({kind})", settings)
 
 
 def config_of(groups: Sequence[GroupConfig], name: str) -> GroupConfig | None:
     """Which of ``groups`` made the parameter group of this name; none: the rest."""
-    title = name.removesuffix(NOT_DECAYED).removesuffix(BY_MUON)
-    return next((group for group in groups if group.title == title), None)
+    return next((g for g in groups if name in (g.title, *(g.title + suffix for suffix in SUFFIXES))), None)
 
 
 def group_lines(

@@ -33,8 +33,8 @@ from fsdmoe.kernels.newton_schulz import newton_schulz
 from fsdmoe.mesh import Axis
 from fsdmoe.optim.adamw import AdamW
 from fsdmoe.optim.config import beta2_problems, check_rounding
-from fsdmoe.optim.group_config import GroupConfig
-from fsdmoe.optim.groups import MUON, check_groups, make_groups
+from fsdmoe.optim.group_config import MUON, GroupConfig
+from fsdmoe.optim.groups import check_groups, make_groups
 from fsdmoe.optim.matrices import FlatMatrices, has_matrices
 from fsdmoe.optim.matrix_exchange import (
     MatrixBatch,
