@@ -356,10 +356,8 @@ def own_where_needed(sections: Mapping[str, Any]) -> PrecisionConfig:
         return precision
     as_library = SimpleNamespace(**{**vars(precision), "backend": "torchao"})
     chosen = ChosenKeys(SimpleNamespace(**{**sections, "precision": as_library}))
-    library = {on.LIBRARY_PRODUCTS, on.LIBRARY_EXPERTS}
-    needs_own = any(
-        row.applies(chosen) for row in _rows_about(sections) if {row.feature, row.other} & library
-    )
+    rows = [row for row in _rows_about(sections) if "precision.backend" in (row.feature.key, row.other.key)]
+    needs_own = any(row.applies(chosen) for row in rows)
     return replace(precision, backend="own") if needs_own else precision
 
 
