@@ -42,17 +42,17 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
         return [_describe(key, path) for path in dataset_files(key, source)]
     path = Path(source.path).expanduser()
     if path.is_file():
-        found = [(path, path.name)]
+        found = [path]
     elif path.is_dir():
         patterns = (source.glob,) if source.glob else DEFAULT_GLOBS[source.kind]
-        found = _search(path, patterns)
+        found = [p for p in {p for pattern in patterns for p in path.rglob(pattern)} if p.is_file()]
         if not found:
             raise ConfigError(
                 f"{key}.glob: no file under {source.path} matches {' or '.join(patterns)}; set {key}.glob "
                 "to match yours"
             )
     elif glob.has_magic(source.path):
-        found = [(Path(p), p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        found = [p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()]
         if not found:
             raise ConfigError(f"{key}.path: no file matches {source.path!r}; check the pattern")
     else:
@@ -60,10 +60,10 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
             f"{key}.path: expected a file, directory or glob, got {source.path!r}, which does not exist "
             f"(seen from {Path.cwd()}); {near_file(source.path) or 'check the path'}"
         )
-    found = [
-        (p, label) for p, label in found if not (source.kind == "tokens" and label.endswith(OFFSETS_SUFFIX))
-    ]
-    files = [_describe(key, p) for p, _ in sorted(found, key=lambda pair: pair[1])]
+    if source.kind == "tokens":
+        found = [p for p in found if not p.name.endswith(OFFSETS_SUFFIX)]
+    # The order is part of what a run reads; that of paths themselves is another one: "a/x" before "a-b/x".
+    files = [_describe(key, p) for p in sorted(found, key=Path.as_posix)]
     if sum(file.size for file in files) == 0:
         raise ConfigError(f"{key}.path: the {len(files)} file(s) of {source.path} are empty; give some text")
     return files
@@ -85,11 +85,6 @@ def why_not_writable(folder: Path, *, make: bool) -> str:
         return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _search(root: Path, patterns: tuple[str, ...]) -> list[tuple[Path, str]]:
-    found = {p for pattern in patterns for p in root.rglob(pattern) if p.is_file()}
-    return [(p, p.relative_to(root).as_posix()) for p in found]
 
 
 def is_lfs_pointer(path: Path) -> bool:
@@ -127,7 +122,7 @@ def _stdlib_files(key: str) -> tuple[SourceFile, ...]:
     Hash order, so that a corpus cut short by `max_bytes` is a fair sample and not the modules from A to C.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _STDLIB_SKIPPED]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
@@ -135,6 +130,8 @@ def _stdlib_files(key: str) -> tuple[SourceFile, ...]:
         raise ConfigError(
             f'{key}.kind: this Python has no sources under {root}; set kind = "text" and a path'
         )
-    labelled = [(path, path.relative_to(root).as_posix()) for path in found]
-    labelled.sort(key=lambda pair: hashlib.blake2b(pair[1].encode(), digest_size=8).digest())
-    return tuple(_describe(key, path) for path, _ in labelled)
+
+    def hashed(path: Path) -> bytes:
+        return hashlib.blake2b(path.relative_to(root).as_posix().encode(), digest_size=8).digest()
+
+    return tuple(_describe(key, path) for path in sorted(found, key=hashed))

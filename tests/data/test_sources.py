@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fsdmoe.data import DataConfig, DataStream, SourceConfig, build_data, check_data
+from fsdmoe.data.files import find_files
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import ByteTokenizer
 from fsdmoe.errors import ConfigError
@@ -64,6 +65,16 @@ def test_a_directory_is_read_recursively_in_sorted_order_through_its_glob(tmp_pa
     assert documents(config) == ["one", "two", "three"]
     assert documents(section(kind="text", path=str(tmp_path / "corpus"), glob="*.md")) == ["no"]
     assert documents(section(kind="text", path=str(tmp_path / "corpus" / "[ab].txt"))) == ["one", "two"]
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt"])
+def test_files_are_read_in_the_order_of_their_names_as_text(tmp_path, pattern):
+    for name in ("a/x.txt", "a-b/x.txt", "a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    found = find_files("data", SourceConfig(path=str(tmp_path / pattern)))
+    names = [file.path.relative_to(tmp_path).as_posix() for file in found]
+    assert names == ["a-b/x.txt", "a.txt", "a/x.txt"]
 
 
 def test_a_separator_cuts_a_file_into_documents_wherever_blocks_of_reading_end(
