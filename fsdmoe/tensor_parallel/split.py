@@ -51,10 +51,9 @@ def split_tensors(model: nn.Module, at: SplitMeshes) -> None:
         return
     slices: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter has several owners and one slice
     for name, module in model.named_modules():
-        if not isinstance(module, TensorParallel):
+        plan = module.tensor_plan() if isinstance(module, TensorParallel) else None
+        if plan is None:
             continue
-        plan = module.tensor_plan()
-        assert isinstance(module, nn.Module)
         _check(name, module, plan)
         for path, dim in plan.items():
             if isinstance(dim, int):
