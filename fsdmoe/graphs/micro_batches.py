@@ -114,7 +114,7 @@ class GraphedMicroBatches(MicroBatches):
         self._found_new, self._is_settled = True, False
         self._detours, self._is_detour = (0, 0), False
         self._told: set[str] = set()
-        self._num_drops, self._is_given_up = 0, False
+        self._num_drops = 0
         self.num_replays = 0
         """Micro-batches that were replayed so far."""
 
@@ -156,6 +156,10 @@ class GraphedMicroBatches(MicroBatches):
 
     # Inside
 
+    @property
+    def _is_given_up(self) -> bool:
+        return self._num_drops >= _MOST_DROPS
+
     def _eager(self, batch: GivenBatch, last: bool) -> LossOutput:
         return super().run(*batch, last=last)
 
@@ -167,7 +171,7 @@ class GraphedMicroBatches(MicroBatches):
             most_tokens = max(math.prod(kind.shape.tokens) for kind in self._graphs)
             if self._recorder.free_bytes() * most_tokens < self._recorder.pool_bytes * tokens:
                 self._num_drops += gets_none
-                self._is_settled, self._is_given_up = False, self._num_drops >= _MOST_DROPS
+                self._is_settled = False
                 self._tell_of_drop(tokens)
                 self.close()
         return self._eager(batch, last)
