@@ -146,28 +146,28 @@ class _Parser:
     def conversation(self, name: str, context: list[Any], value: Any) -> Conversation:
         if not isinstance(value, list) or not value:
             raise self._refused(f"a list of messages in `{name}`", value)
-        given = [self._without_marks(number, each) for number, each in enumerate([*context, *value])]
-        unlearnt = frozenset(number for number, (_, is_learnt) in enumerate(given) if not is_learnt)
-        messages = tuple(self._message(number, each) for number, (each, _) in enumerate(given))
+        given = [*context, *value]
+        unlearnt = frozenset(n for n, each in enumerate(given) if not self._is_learnt(n, each))
+        messages = tuple(self._message(n, each) for n, each in enumerate(given))
         where = f"{self._key}.path: {self._where}"
         variables = self._record.get("chat_template_kwargs")
         if not isinstance(variables, dict | None):
             raise self._refused("a table of variables in `chat_template_kwargs`", variables)
         return Conversation(where, messages, self._tools(), variables, len(context), unlearnt)
 
-    def _without_marks(self, number: int, value: Any) -> tuple[Any, bool]:
-        """A message without its ``weight`` (OpenAI's, 0 or 1) and ``train``, and whether it is learnt."""
+    def _is_learnt(self, number: int, value: Any) -> bool:
+        """By a message's ``weight`` (OpenAI's, 0 or 1) and ``train``."""
         if not isinstance(value, dict):
-            return value, True
+            return True
         marks = [value[name] for name in _MARKS if value.get(name) is not None]
         if wrong := [mark for mark in marks if mark not in (0, 1)]:
             raise self._refused(f"a `weight` of 0 or 1, or a `train` of true or false, in message {number}",
                                 wrong[0])  # fmt: skip
-        return {name: each for name, each in value.items() if name not in _MARKS}, all(marks)
+        return all(marks)
 
     def _message(self, number: int, value: Any) -> Message:
         message = (
-            {name: each for name, each in value.items() if each is not None}
+            {name: each for name, each in value.items() if each is not None and name not in _MARKS}
             if isinstance(value, dict)
             else {}
         )
