@@ -66,8 +66,6 @@ GIB = 2**30
 BIAS_RATE = 5e-4
 GRAPH_WARM_UP = 5
 """Steps until all of a step is a graph."""
-_OWN_OPTIONS = ("data.seq_len", "train.micro_batch_size", "train.global_batch_size", "mesh.ep", "mesh.tp",
-                "mesh.cp")  # fmt: skip
 LR = 1e-12
 """Steps are taken and move nothing: loads would not stay even."""
 
@@ -97,24 +95,27 @@ class Case:
 
 
 def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
-    """A whole configuration from the options; ``--set`` comes last."""
+    """A whole configuration from the options; what an option sets, ``--set`` may not."""
     model: dict[str, Any] = {"preset": args.model}
     if args.layers is not None:
         model["num_hidden_layers"] = args.layers
     dtype = "float32" if args.tiny else "bfloat16"
-    mapping = {
+    by_option = {
         "model": model,
         "mesh": {"ep": args.ep, "tp": args.tp, "cp": args.cp},
-        "precision": {"param_dtype": dtype, "reduce_dtype": dtype, "main_dtype": dtype},
-        "optim": {"moment_dtype": dtype, "lr": LR},
-        "experts": {"balance": {"bias_rate": BIAS_RATE}},
         "memory": {"recompute": args.recompute},
         "data": {"seq_len": args.length},
         "train": {"micro_batch_size": args.batch, "global_batch_size": args.batch * world_size},
     }
+    mapping = by_option | {
+        "precision": {"param_dtype": dtype, "reduce_dtype": dtype, "main_dtype": dtype},
+        "optim": {"moment_dtype": dtype, "lr": LR},
+        "experts": {"balance": {"bias_rate": BIAS_RATE}},
+    }
     overrides = {f"experts.{key}": str(value) for key, value in case.keys}
     set_by_hand = dict(pair.partition("=")[::2] for pair in args.set)
-    if taken := {*set_by_hand} & {*overrides, *_OWN_OPTIONS}:
+    options = {f"{section}.{key}" for section, keys in by_option.items() for key in keys}
+    if taken := {*set_by_hand} & {*overrides, *options}:
         raise SystemExit(f"--set: {', '.join(sorted(taken))} is set by an option of its own (see --help)")
     overrides |= set_by_hand
     problems: list[Any] = []
