@@ -45,7 +45,7 @@ from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.labels import check_labels, expect_labels
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.causal_lm import LossOutput, StepCounts
-from fsdmoe.models.pieces import Pieces
+from fsdmoe.models.pieces import Pieces, positions_in_documents
 from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy
 
 _IGNORED = -100
@@ -96,7 +96,7 @@ class WrappedCausalLM:
         are given the whole rows. A router that no policy changes is the model's own; of ``routing`` it
         follows the tape alone."""
         if positions_BS is None and document_ids_BS is not None:
-            positions_BS = _positions_in(document_ids_BS)
+            positions_BS = positions_in_documents(document_ids_BS)
         if self._limit is not None and not is_capturing():
             self._limit.check(positions_BS, loss_mask_BS)
         if split is None and self._tensor.size > 1:
@@ -348,15 +348,6 @@ class WrappedCausalLM:
 
     def train(self) -> None:
         self.module.train()
-
-
-def _positions_in(document_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Of every token in its document."""
-    places_BS = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device).expand_as(
-        document_ids_BS
-    )
-    goes_on_BS = F.pad(document_ids_BS[:, 1:] == document_ids_BS[:, :-1], (1, 0), value=False)
-    return places_BS - places_BS.masked_fill(goes_on_BS, 0).cummax(1).values
 
 
 def _masks(*, packed: bool) -> contextlib.AbstractContextManager[None]:

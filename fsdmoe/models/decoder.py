@@ -31,7 +31,7 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead, LossRows
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
-from fsdmoe.models.pieces import Pieces, WholeRows
+from fsdmoe.models.pieces import Pieces, WholeRows, positions_in_documents
 from fsdmoe.models.projections import scatter_projection
 from fsdmoe.models.sub_batches import SubBatch, split_sub_batches, summed
 from fsdmoe.tensor_parallel.group import TensorGroup
@@ -195,12 +195,14 @@ class Decoder(nn.Module):
         are given the whole rows.
 
         ``labels`` are already shifted: the token after each token. Without ``document_ids`` a row is one
-        document. Without ``counts`` the loss is the mean over these rows alone (a rank's share of it);
-        without labels the logits of the piece come back. What ``routing`` says of ranks, tapes and earlier
-        micro-batches is kept; what it must say of the rows is added.
+        document; without ``positions`` each document counts its own. Without ``counts`` the loss is the mean
+        over these rows alone (a rank's share of it); without labels the logits of the piece come back. What
+        ``routing`` says of ranks, tapes and earlier micro-batches is kept; what it must say of the rows is
+        added.
         """
         if positions_BS is None:
-            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+            ids_BS = torch.zeros_like(tokens_BS) if document_ids_BS is None else document_ids_BS
+            positions_BS = positions_in_documents(ids_BS)
         pieces = Pieces(tokens_BS, split, self.model.tensor)
         targets: list[Targets] = []
         if labels_BS is not None:

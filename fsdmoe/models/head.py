@@ -163,6 +163,11 @@ def linear_cross_entropies(
     if not torch.is_grad_enabled():  # which the function itself is not told
         hiddens = [hidden.detach() for hidden in hiddens]
         weight_VD = weight_VD.detach()
+    if any(each.mask.dtype != torch.bool for each in rows):  # kernels would count what is not below 1
+        raise TypeError(
+            f"loss_mask: expected bool, got {rows[0].mask.dtype}; compare it with 0 (weights of tokens are "
+            "not supported)"
+        )
     targets = [
         _Targets(each.labels, each.mask, divisor) for each, divisor in zip(rows, divisors, strict=True)
     ]

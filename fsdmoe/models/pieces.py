@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.context_parallel.plan import AttentionPlan
@@ -137,3 +138,11 @@ class WholeRows(NamedTuple):
             lengths_BS=None if lengths_BS is None else pieces.cut(lengths_BS),
         )  # fmt: skip
         return attention, pieces.describe(self.routing, self.num_global_tokens)
+
+
+def positions_in_documents(document_ids_BS: Tensor) -> Tensor:
+    """Of every token in its document."""
+    num_tokens = document_ids_BS.shape[1]
+    places_BS = torch.arange(num_tokens, device=document_ids_BS.device).expand_as(document_ids_BS)
+    goes_on_BS = F.pad(document_ids_BS[:, 1:] == document_ids_BS[:, :-1], (1, 0), value=False)
+    return places_BS - places_BS.masked_fill(goes_on_BS, 0).cummax(1).values

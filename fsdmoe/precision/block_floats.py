@@ -93,7 +93,8 @@ def random_bits(
 
 def round_stochastically(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """fp32 values as ones that bfloat16 has: the one below or above, in proportion, as 16 bits decide."""
-    return (values.view(torch.int32) + random).bitwise_and_(-0x10000).view(torch.float32)
+    rounded = (values.view(torch.int32) + random).bitwise_and_(-0x10000).view(torch.float32)
+    return torch.where(values == values, rounded, values)  # a GPU's NaN, 0x7FFFFFFF, would carry over to -0
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.models import Decoder, StepCounts, preset_config
 from fsdmoe.models.mtp import Targets, next_targets
+from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.testing import requires_transformers
 from tests.support.hf_pairs import hf_model, randomize, tiny
 
@@ -37,6 +38,18 @@ def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_whole_batc
     for (name, parameter), gradient in zip(model.named_parameters(), expected, strict=True):
         scale = gradient.abs().max() + 1e-8
         assert (parameter.grad - gradient).abs().max() / scale < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_documents_without_positions_count_their_own(kind: str) -> None:
+    """Frequencies of the second type follow the length of the text."""
+    rope = RopeConfig() if kind == "default" else RopeConfig(type="dynamic", factor=2.0)
+    model = decoder("tiny-qwen3", max_position_embeddings=16, rope=rope).double()
+    tokens = torch.randint(96, (1, 40))
+    documents = (torch.arange(40) >= 32).long()[None]
+    packed = model(tokens, document_ids_BS=documents)
+    alone = model(tokens[:, 32:])
+    torch.testing.assert_close(packed.logits_BSV[:, 32:], alone.logits_BSV)
 
 
 def test_further_targets_stay_inside_their_document() -> None:

@@ -203,3 +203,9 @@ def test_a_head_that_no_product_in_fp8_takes_is_refused_by_its_key() -> None:
         ConfigError, match=r"precision\.head: expected a head .* set precision\.emulate = true"
     ):
         fp8_head(FP8_BLOCKWISE, False, torch.zeros(100, 128))
+
+
+def test_weights_of_tokens_are_refused() -> None:
+    hidden, weight, labels, mask = inputs(torch.float32)
+    with pytest.raises(TypeError, match=r"loss_mask: expected bool, got torch\.float32"):
+        linear_cross_entropy(hidden, weight, labels, mask.float())

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from fsdmoe.precision.block_floats import BLOCK, BlockFloats, ElementPlace, decode, encode, random_bits
+from fsdmoe.precision.block_floats import (
+    BLOCK,
+    BlockFloats,
+    ElementPlace,
+    decode,
+    encode,
+    random_bits,
+    round_stochastically,
+)
 
 PLACE = ElementPlace(salt=5, start=0, run=1 << 20, stride=0, offset=0)
 
@@ -65,3 +73,10 @@ def test_a_part_of_a_run_begins_at_a_block() -> None:
     part = BlockFloats(codes, torch.arange(4, dtype=torch.uint8))[128:]
     assert part.codes[0] == 128
     assert part.exponents.tolist() == [2, 3]
+
+
+def test_rounding_by_chance_keeps_what_is_not_finite() -> None:
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32)
+    values = bits.view(torch.float32).repeat(3)
+    found = round_stochastically(values, torch.tensor([0, 1, 0xFFFF], dtype=torch.int32).repeat_interleave(5))
+    torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)

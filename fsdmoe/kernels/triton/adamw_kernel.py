@@ -168,7 +168,8 @@ def update_block(
     main = main * decay - lr * first / (tl.sqrt(second / correction2) + eps)
     if STOCHASTIC:
         bits = main.to(tl.uint32, bitcast=True) + (_mix(random + _THIRD) & 0xFFFF)
-        main = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+        rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+        main = tl.where(main == main, rounded, main)  # a GPU's NaN, 0x7FFFFFFF, would carry over to -0
     tl.store(main_ptr + at, main.to(main_ptr.dtype.element_ty), mask=inside)
     if HAS_WEIGHT:
         tl.store(weight_ptr + at, main.to(weight_ptr.dtype.element_ty), mask=inside)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -151,6 +152,9 @@ def rounded_matmul(first_MC: torch.Tensor, second_NC: torch.Tensor, product: Pro
     for operand, scaling in ((first_MC, product.first), (second_NC, product.second)):
         transposed = not operand.is_contiguous()
         lying = operand.mT if transposed else operand
+        if rotation:  # a group is rotated whole, also the last
+            rest = -operand.shape[1] % rotation
+            lying = F.pad(lying, (0, 0, 0, rest) if transposed else (0, rest)) if rest else lying
         all_rows = Segments(1, len(lying))
         rounded = round_operand(lying, scaling, all_rows, transposed=transposed, rotation=rotation)
         values.append(rounded.values_MC.mT if transposed else rounded.values_MC)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.quantized_linear import quantized_matmul
 from fsdmoe.kernels.triton.round_kernels import Segments, mapped, round_operand, supports_scaling
 from fsdmoe.kernels.triton.row_map import build_row_map
-from fsdmoe.precision.formats import E2M1, E4M3, E5M2, Scaling
+from fsdmoe.precision.formats import E2M1, E4M3, E5M2, Product, Scaling
 from fsdmoe.precision.quantize import rounded
 from fsdmoe.precision.recipes import build_recipe
 
@@ -75,6 +77,21 @@ def test_products_are_those_of_plain_torch(name: str) -> None:
         with kernels("torch"):
             expected = quantized_matmul(first, second, product)
         assert (found - expected).norm() <= limit * expected.norm(), role
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 72, 80])
+def test_a_rotation_takes_whole_groups_of_any_number_of_tokens(num_tokens: int) -> None:
+    recipe = build_recipe("nvfp4")
+    assert recipe is not None
+    assert recipe.wgrad.second is not None
+    operands = (replace(each, stochastic=False) for each in (recipe.wgrad.first, recipe.wgrad.second))
+    product = Product(*operands)
+    x, dy = draw(num_tokens, 96), draw(num_tokens, 64)
+    with kernels("triton"):
+        found = quantized_matmul(dy.mT, x.mT, product)
+    with kernels("torch"):
+        expected = quantized_matmul(dy.mT, x.mT, product)
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_segments_of_a_map_are_operands_of_their_own() -> None:

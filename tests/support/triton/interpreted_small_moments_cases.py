@@ -92,3 +92,12 @@ def test_the_kernel_rounds_main_weights_by_the_chance_of_plain_torch(kinds: str)
     adamw_small_reference_(wanted[0], grad, *wanted[1:], numbers, PLACE, stochastic=True)  # type: ignore[arg-type]
     assert torch.equal(main, main.bfloat16().float()), "what bfloat16 has"
     assert (main != wanted[0]).float().mean() <= 0.002, "the last bit of a sum may decide"
+
+
+def test_a_nan_of_a_gpu_stays_one() -> None:
+    generator = torch.Generator().manual_seed(2)
+    main, first = torch.randn(64, generator=generator), torch.zeros(64)
+    grad = torch.full((64,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    numbers = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=torch.tensor(3.0))
+    adamw_(main, grad, first, first.clone(), numbers, place=PLACE, stochastic=True)
+    assert main.isnan().all()
