@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -290,3 +290,9 @@ def will_restart() -> bool:
 def has_launcher() -> bool:
     """Whether torchrun waits for this rank."""
     return _ERROR_FILE in os.environ
+
+
+def launch_id(environment: Mapping[str, str] = os.environ) -> str:
+    """What torchrun calls its rendezvous (``--rdzv-id``), which all of its restarts share; empty without."""
+    found = environment.get("TORCHELASTIC_RUN_ID", "")
+    return "" if found == "none" else found  # torchrun's own word where none is named

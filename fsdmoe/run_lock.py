@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 _TRIES, _POLL_SECONDS = 40, 0.05
-_NO_RENDEZVOUS = ("", "none")  # torchrun's own word where none is named
 
 
 class HolderState(enum.Enum):
@@ -79,7 +78,6 @@ class Holder:
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Holder:
-        launch = environment.get("TORCHELASTIC_RUN_ID", "")
         count = environment.get("SLURM_RESTART_COUNT", "0")
         return cls(
             token=uuid.uuid4().hex,
@@ -90,7 +88,7 @@ class Holder:
             space=failures.process_space(),
             boot=_line_of("/proc/sys/kernel/random/boot_id"),
             machine=_line_of("/etc/machine-id"),
-            launch="" if launch in _NO_RENDEZVOUS else launch,
+            launch=failures.launch_id(environment),
             job=environment.get("SLURM_JOB_ID", ""),
             requeued=int(count) if count.isdecimal() else 0,
         )

@@ -21,7 +21,6 @@ from fsdmoe import failures
 from fsdmoe.checkpoint.catalog import Entry
 
 COURSE = "course.json"
-_NO_RENDEZVOUS = ("", "none")
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def noted(run: str, words: list[Any]) -> list[Any] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         then, now = json.loads((folder / COURSE).read_text(encoding="utf-8")), _launch()
         # An agent of its own has a job that was requeued, or whose first rank moved; it keeps its id.
-        is_same_job = then["id"] == now["id"] and now["id"] not in _NO_RENDEZVOUS
+        is_same_job = then["id"] == now["id"] != ""
         if then["words"] == words and (then["agent"] == now["agent"] or is_same_job):
             return [then["newest"], then["others"]]
     return None
@@ -88,5 +87,5 @@ def _launch() -> dict[str, str]:
     agent = os.getppid()
     return {
         "agent": f"{socket.gethostname()} {failures.process_space()} {agent} {failures.began(agent)}",
-        "id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        "id": failures.launch_id(),
     }
