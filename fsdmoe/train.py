@@ -273,10 +273,10 @@ class Run:
         if self.average is not None:
             self.average.is_loaded = False
         loaded = self.checkpoints.go_back(self.state_without_data())
-        self.health.gone_back(is_back=loaded is not None)
         if loaded is None:
             self._tell("there is no checkpoint of this run to go back to yet: the step's update is left out")
             return False
+        self.health.gone_back()
         if self.average is not None and not self.average.is_loaded:
             self.average.start()
         stored = loaded["progress"]

@@ -51,6 +51,10 @@ class SpikeDuty(StepDuty):
         self._spikes = Spikes(config.spike_factor)
         self._tell = tell
         self.must_go_back = False
+        """The last step asks for the newest checkpoint."""
+
+    def begin(self, step: int) -> None:
+        self.must_go_back = False
 
     def before_update(self, optimizer: torch.optim.Optimizer, loss: float) -> bool:
         if not self._spikes.is_spike(loss):
@@ -63,10 +67,8 @@ class SpikeDuty(StepDuty):
         self.must_go_back = self._action == "rollback"
         return False
 
-    def gone_back(self, *, is_back: bool) -> None:
-        self.must_go_back = False
-        if is_back:
-            self._spikes.clear()
+    def gone_back(self) -> None:
+        self._spikes.clear()
 
 
 class ChecksumDuty(StepDuty):
@@ -196,11 +198,11 @@ class Health:
             )
         return True
 
-    def gone_back(self, *, is_back: bool) -> None:
-        """The run continues from a checkpoint before the spike; or from here, where there is none."""
+    def gone_back(self) -> None:
+        """The run continues from a checkpoint before the spike."""
         assert self._spikes is not None
-        self._num_rollbacks += is_back
-        self._spikes.gone_back(is_back=is_back)
+        self._num_rollbacks += 1
+        self._spikes.gone_back()
 
     def close(self) -> None:
         """The run is over."""
