@@ -116,12 +116,8 @@ class Run:
             else:
                 parts = self.state_without_data()  # an evaluation may read other documents
                 resumed = self.checkpoints.load_only(parts, is_optional=config.model.hf is not None)
-        if self.average is not None and not self.average.is_loaded:
-            self.average.start()
         if resumed is not None:
-            stored = resumed.get("progress", {})
-            self.scaler.load_state_dict(stored.pop("loss_scale", {}))
-            self.progress |= stored
+            self._take_up(resumed)
         step, is_main = self.progress["step"], trains and dist.get_rank() == 0
         facts = run_facts(config, meshes, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
@@ -270,21 +266,24 @@ class Run:
     def _go_back(self) -> bool:
         """To the newest checkpoint, with the data behind what was read: the same rows would do the same.
         Whether there was one."""
-        if self.average is not None:
-            self.average.is_loaded = False
         loaded = self.checkpoints.go_back(self.state_without_data())
         if loaded is None:
             self._tell("there is no checkpoint of this run to go back to yet: the step's update is left out")
             return False
         self.health.gone_back()
-        if self.average is not None and not self.average.is_loaded:
-            self.average.start()
-        stored = loaded["progress"]
-        self.scaler.load_state_dict(stored.pop("loss_scale", {}))
-        self.progress.update(stored, skipped_in_a_row=0)
+        self._take_up(loaded)
+        self.progress["skipped_in_a_row"] = 0
         self.observer.go_back(self.progress["step"])
         self._note_event("rollback", step=self.progress["step"])
         return True
+
+    def _take_up(self, loaded: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: ``loaded`` are its plain values, its tensors are in place."""
+        if self.average is not None:
+            self.average.follow_load()
+        stored = dict(loaded.get("progress", {}))
+        self.scaler.load_state_dict(stored.pop("loss_scale", {}))
+        self.progress |= stored
 
     def _tell(self, text: str) -> None:
         self.observer.note(text)

@@ -73,7 +73,7 @@ class WeightAverage:
         engine = engine_of(model)
         self.config = config
         self.is_loaded = False
-        """It came from a checkpoint."""
+        """It came with the checkpoint that was loaded last."""
         self._steps = 0
         self._guard = ReadGuard()
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -101,6 +101,12 @@ class WeightAverage:
         for each in self._averaged:
             each.group.weights.guard.wait()
             each.average.copy_(each.main)
+
+    def follow_load(self) -> None:
+        """The weights came from a checkpoint: begin anew from them where it has no average."""
+        if not self.is_loaded:
+            self.start()
+        self.is_loaded = False
 
     @torch.no_grad()
     def update(self) -> None:

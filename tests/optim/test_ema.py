@@ -113,6 +113,7 @@ def load(degrees: dict[str, int], folder: str) -> dict[str, list[float]]:
     average = WeightAverage(model, EMAConfig(decay=DECAY))
     checkpoint.load(folder, model, AdamW(model, **SETTINGS), ema=average)
     assert average.is_loaded
+    average.follow_load()
     assert average.checkpoint_state()["steps"] == 2
     return {name: whole.flatten().tolist() for name, whole in averages(average).items()}
 
