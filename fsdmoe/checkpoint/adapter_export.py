@@ -16,6 +16,7 @@ from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_export import write_file, write_json
 from fsdmoe.checkpoint.hf_folder import open_hf_folder
+from fsdmoe.checkpoint.hf_held import routing_not_held
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, SavedBox
 from fsdmoe.checkpoint.session import open_newest
@@ -55,7 +56,6 @@ def to_adapter(
     there, called = split_address(target)
 
     def write() -> None:
-        refuse_more_than_factors(reader)
         boxes, config = adapter_content(reader, adapter, layout)
         config = _with_known_base(reader, config)
         is_adapter = there.size(called, CONFIG) is not None
@@ -74,27 +74,6 @@ def to_adapter(
             raise
 
     from_first(write)
-
-
-def refuse_more_than_factors(reader: RegionReader) -> None:
-    """Factors fit the weights that were trained with them, and the routing."""
-    run = reader.index.about.get("run") or {}
-    settings, experts = run.get("adapter") or {}, run.get("experts") or {}
-    moved = {
-        "experts.balance.bias_rate": ((experts.get("balance") or {}).get("bias_rate", 0), 0),
-        "experts.selection": (experts.get("selection", "top_k"), "top_k"),
-    }
-    for key, (value, plain) in moved.items():
-        if value != plain:
-            raise CheckpointError(
-                f"{reader.name}: {key}: expected {plain}, got {value}: the run routed tokens otherwise than "
-                f"the base does, and an adapter has no place for that; train it with {plain}"
-            )
-    if settings.get("freeze_base") is False:
-        raise CheckpointError(
-            f"{reader.name}: adapter.freeze_base: expected true, got false: the run trained the model's own "
-            "weights too, which the base does not have; load it, call merge_and_unload, save it and use to-hf"
-        )
 
 
 def _with_known_base(reader: RegionReader, config: Tree) -> Tree:
@@ -116,6 +95,7 @@ def _with_known_base(reader: RegionReader, config: Tree) -> Tree:
 
 def adapter_content(reader: RegionReader, adapter: str, layout: Layout) -> tuple[Boxes, Tree]:
     """What goes into the file, in the layout's names, and the adapter's configuration."""
+    _refuse_more_than_factors(reader)
     index = reader.index
     config = (index.about.get("adapters") or {}).get(adapter)
     boxes: Boxes = {}
@@ -138,6 +118,28 @@ def adapter_content(reader: RegionReader, adapter: str, layout: Layout) -> tuple
     if layout == "per_expert":
         return for_servers(boxes, config, index.about.get("hf_config") or {})
     return boxes, config
+
+
+def _refuse_more_than_factors(reader: RegionReader) -> None:
+    """Factors fit the weights that were trained with them, and the routing."""
+    about = reader.index.about
+    run = about.get("run") or {}
+    experts = run.get("experts") or {}
+    base = ((about.get("hf_config") or {}).get("architectures") or ["the base"])[0]
+    problems = routing_not_held(base, has_bias=False, selection=experts.get("selection", "top_k"))
+    bias_rate = (experts.get("balance") or {}).get("bias_rate", 0)
+    if bias_rate:
+        problems.append(
+            f"experts.balance.bias_rate: expected 0, got {bias_rate}: an adapter has no place for the biases "
+            "that moved; train it with 0"
+        )
+    if (run.get("adapter") or {}).get("freeze_base") is False:
+        problems.append(
+            "adapter.freeze_base: expected true, got false: the run trained the model's own weights too, "
+            "which the base does not have; load it, call merge_and_unload, save it and use to-hf"
+        )
+    if problems:
+        raise CheckpointError(f"{reader.name}: " + "\n  ".join(problems))
 
 
 def _biases(index: Index, trained: str) -> dict[str, str]:

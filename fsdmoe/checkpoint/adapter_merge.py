@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from fsdmoe.checkpoint.adapter_base import other_weight
-from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content, refuse_more_than_factors
+from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content
 from fsdmoe.checkpoint.adapter_names import SHELL, stored_name
 from fsdmoe.checkpoint.adapter_updates import Factors, find_factors, refuse_other_kinds
 from fsdmoe.checkpoint.agree import from_first, together
@@ -260,7 +260,7 @@ def _open_adapter(source: StrPath, name: str) -> tuple[Boxes, Tree, RegionReader
         boxes, config = together(lambda: _open_folder(storage, called))
     else:
         reader = checkpoint = open_newest(source)
-        boxes, config = together(lambda: _of_checkpoint(reader, name))
+        boxes, config = together(lambda: adapter_content(reader, name, "peft"))
     read = lru_cache(maxsize=4)(lambda box: boxes[box]())  # an expert's neighbours use the same tensors
     return {box: partial(read, box) for box in boxes}, config, checkpoint
 
@@ -275,11 +275,6 @@ def _open_folder(storage: Storage, called: str) -> tuple[Boxes, Tree]:
     for name, stored in tensors.items():
         boxes[SavedBox.whole(name, stored.shape, stored.dtype)] = partial(reader.read_tensor, name)
     return boxes, config
-
-
-def _of_checkpoint(reader: RegionReader, name: str) -> tuple[Boxes, Tree]:
-    refuse_more_than_factors(reader)
-    return adapter_content(reader, name, "peft")
 
 
 def _refuse_another_base(where: str, base: str, config: Tree) -> None:

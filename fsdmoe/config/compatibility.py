@@ -169,6 +169,7 @@ OTHER_ROWS = (
         "other libraries' products take no low-rank updates",
         'set adapter.target_parameters = [], or precision.backend = "own"'),
     Row(on.BALANCING_BIAS, on.ADAPTERS, CANNOT, "an adapter has no place for the biases that move"),
+    Row(on.EXPERT_CHOICE, on.ADAPTERS, CANNOT, "an adapter has no place for how tokens are routed"),
     Row(on.ADAPTERS, on.NATIVE, NOT_BUILT, "adapters are for the model of a Hugging Face folder",
         "name one with model.hf (to-hf writes it from a checkpoint)"),
     Row(on.PAIRS, on.NATIVE, NOT_BUILT, _REFERENCE, "name a Hugging Face folder with model.hf"),

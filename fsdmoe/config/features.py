@@ -88,6 +88,7 @@ GLOBAL_BALANCE = Feature(
     is_on=lambda chosen: bool(chosen["experts.balance.global_batch"]),
 )  # fmt: skip
 BALANCING_BIAS = above("balancing by a bias", "experts.balance.bias_rate", 0)
+EXPERT_CHOICE = choice("experts that choose their tokens", "experts.selection", "expert_choice", "top_k")
 GLOBAL_DEVICE_BALANCE = Feature(
     name="balance of devices over the global batch", key="experts.balance.device_scope",
     shown='"global_batch"', off='"micro_batch"',

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 import fsdmoe
-from fsdmoe.config.compatibility import TABLE, refuse_incompatible
+from fsdmoe.config.compatibility import TABLE, check_compatibility, refuse_incompatible
 from fsdmoe.config.compatibility_page import page
 from fsdmoe.config.schema import SECTIONS
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.parallel import ParallelPolicy
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.config_building import build
@@ -110,6 +111,25 @@ def test_wrapped_models_are_refused() -> None:
     assert config is not None, problems
     with pytest.raises(ConfigError, match=r"layers of a wrapped model .* got model\.hf = \"somewhere\""):
         refuse_incompatible(replace(config, model=replace(config.model, hf="somewhere")))
+
+
+@pytest.mark.parametrize(
+    ("experts", "is_refused"),
+    [
+        ({"selection": "expert_choice"}, True),
+        ({"selection": "forced_balance"}, False),
+        ({"capacity": {"factor": 1.25}}, False),
+    ],
+)
+def test_adapters_are_refused_where_experts_choose_and_not_in_benchmarks(
+    experts: dict[str, Any], is_refused: bool
+) -> None:
+    config, problems = build({"experts": experts})
+    assert config is not None, problems
+    adapted = replace(config, model=replace(config.model, hf="somewhere"), adapter=AdapterConfig(rank=4))
+    found = [line for _, line in check_compatibility(adapted)]
+    assert bool(found) == is_refused, found
+    assert all("an adapter has no place for how tokens are routed" in line for line in found)
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
