@@ -84,10 +84,8 @@ class Run:
                 prepare=self.feed.prepare,
                 trains=trains,
             )
-        checkpoint = config.checkpoint if trains else replace(config.checkpoint, in_memory=0)
-        self.checkpoints = Checkpointer(
-            checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config), trains=trains
-        )
+        checkpoint = config.checkpoint if trains else replace(config.checkpoint, in_memory=0, interval=-1)
+        self.checkpoints = Checkpointer(checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config))
         self.checkpoints.told = told
         load = require_weights(config.model, config.precision, resumes=self.checkpoints.will_load())
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):

@@ -56,22 +56,21 @@ class Checkpointer(Saver):
         *,
         meshes: Meshes | None = None,
         about: Mapping[str, Any] | None = None,
-        trains: bool = True,
     ) -> None:
         """Open the folder of a run.
 
         Args:
-            config: The ``checkpoint`` section.
+            config: The ``checkpoint`` section. ``interval = -1`` is for a program that only looks at one.
             folder: Used where ``config.folder`` is empty.
             meshes: Needed for models that are split over mesh axes (DTensors) and not sharded.
             about: Kept with the tensors for readers, such as the run's configuration.
-            trains: False for a program that only looks at a checkpoint.
         """
         self._limits = Limits(config.retries, config.hang_seconds)
         storage = open_storage(config.folder or folder, self._limits)
         super().__init__(config, storage, meshes=meshes, about=about)
         self._run = _run_folder(folder)
         self._place = self._place_of_start()
+        self._only_model = config.load_only_model
         self._copies = MemoryCopies(config, folder, meshes, about) if config.in_memory else None
         self._tidied = False
         self._damaged: frozenset[str] = frozenset()
@@ -82,7 +81,7 @@ class Checkpointer(Saver):
         self._course = Course()
         self._is_repeated = False
         """The launcher has started this run again, which has something of its own to go on with by now."""
-        if trains and self._begins_a_course():
+        if self._saves and self._begins_a_course():
             self._find_own_course()
         self.before_save: Callable[[], None] = lambda: None
         """Called on the first rank before each save; its error is every rank's, and nothing is saved."""
@@ -118,13 +117,13 @@ class Checkpointer(Saver):
     def will_load(self) -> bool:
         """Whether ``load`` is going to find weights, so that no others need be read before. A
         ``checkpoint.load`` that names nothing is refused here already, before a model takes memory."""
-        if self.config.load == "none":
-            return self._is_repeated
+        if self._place == "none":
+            return False
         names = from_first(self._recovered)
-        if not names and self.config.load != "latest":
+        if not names and self._place != "latest":
             with self._naming_the_key():
                 names = from_first(lambda: require(self.config.load, self._limits)[1])
-        if self._copies is not None and self._continues():
+        if self._copies is not None and not self._begins_a_course():
             return bool(names) or self._copies.are_there()
         return bool(names)
 
@@ -134,26 +133,24 @@ class Checkpointer(Saver):
         A run that will save takes its host memory here too (see ``prepare``).
         """
         loaded = None
-        if self.config.load == "none" and self.config.interval >= 0 and not self._is_repeated:
+        goes_on = not self._begins_a_course()
+        if self._place == "none" and self._saves:
             from_first(self._warn_of_deletion)
-        if self._copies is not None and self._continues():
+        if self._copies is not None and goes_on:
             with self._naming_the_key():
                 loaded = self._copies.load(parts, self._policy(), saved=from_first(self._newest_step))
         if loaded is not None:
             self._say_changes("resumed", f"{loaded.name} of the copies in memory", loaded.about)
         values = self.load_only(parts, is_optional=True) if loaded is None else loaded.values
         if loaded is None and not self._is_repeated:
-            newest, others = from_first(self._begin_course)
-            self._course = Course(newest, frozenset(others))
-        if self._filled_codes and self.config.interval >= 0:
+            self._course = Course(**from_first(self._begin_course))
+        if self._filled_codes and self._saves:
             with self._naming_the_key():
                 raise CheckpointError(_BASE_ELSEWHERE)
         if self.config.interval > 0:
             self.prepare(parts)
         if self._copies is not None:
-            self._copies.begin(
-                parts, goes_on=self._continues(), loaded=None if loaded is None else loaded.name
-            )
+            self._copies.begin(parts, goes_on=goes_on, loaded=None if loaded is None else loaded.name)
         return values
 
     def _warn_of_deletion(self) -> None:
@@ -170,30 +167,29 @@ class Checkpointer(Saver):
                 key,
             )
 
-    def _continues(self) -> bool:
-        """Whether this start goes on with what the run has done so far, as far as copies in memory know."""
-        if self._is_repeated:
-            return True
-        if self._place in ("latest", "own"):
-            return not self.config.load_only_model
-        return self._place == "foreign"
+    @property
+    def _saves(self) -> bool:
+        return self.config.interval >= 0
 
     def _begins_a_course(self) -> bool:
         """Whether ``load`` leaves behind what the run has done so far."""
         is_own = self._place in ("latest", "own")
-        return self._place in ("none", "set_back") or (is_own and self.config.load_only_model)
+        return self._place in ("none", "set_back") or (is_own and self._only_model)
 
     def _find_own_course(self) -> None:
-        """Go on with what an earlier start of the same launch has saved."""
+        """Go on with what an earlier start of the same launch has saved, as ``latest`` does."""
         begun = from_first(lambda: course.noted(self._run, self._words))
         if begun is None:
             return
-        found = Course(begun[0], frozenset(begun[1]))
+        found = Course(**begun)
         has_copies = self._copies is not None and self._copies.are_there()
         has_saved = from_first(lambda: any(e.serial > found.newest for e in entries(self.storage)))
         if not (has_saved or has_copies):
             return
-        self._course, self._is_repeated = found, True
+        self._course = found
+        self._is_repeated = True
+        self._place = "latest"
+        self._only_model = False
         if world()[0] == 0:
             what = "load_only_model" if self.config.load_only_model else f"load = {self.config.load}"
             logger.warning(
@@ -208,14 +204,12 @@ class Checkpointer(Saver):
     def _words(self) -> list[Any]:
         return [self.config.load, self.config.load_only_model]
 
-    def _begin_course(self) -> list[Any]:
+    def _begin_course(self) -> Tree:
         """On the first rank: the course of this start, which it notes where ``load`` would begin it again."""
-        found = entries(self.storage)
-        resumed = [place for place, entry in enumerate(found) if entry.name == self._resumed]
-        begun = Course.after(found, found[: resumed[0] if resumed else len(found)])
-        if self._begins_a_course() and self.config.interval >= 0:
+        begun = Course.after(entries(self.storage), self._resumed)
+        if self._begins_a_course() and self._saves:
             course.note(self._run, begun, self._words)
-        return [begun.newest, list(begun.others)]
+        return dataclasses.asdict(begun)
 
     def end_course(self) -> None:
         """The run is finished: the same command begins another one."""
@@ -235,8 +229,8 @@ class Checkpointer(Saver):
         return place
 
     def _newest_step(self) -> int:
-        """Of the checkpoints of this run; -1 without one."""
-        begun = self._course.newest if self._is_repeated else 0
+        """Of the checkpoints of this run that can be read; -1 without one."""
+        begun = max(0, self._course.newest)
         return next((entry.step for entry in entries(self.storage) if entry.serial > begun), -1)
 
     def load_only(self, parts: Parts, *, is_optional: bool) -> Tree | None:
@@ -270,18 +264,14 @@ class Checkpointer(Saver):
             raise
 
     def _load(self, parts: Parts) -> Tree | None:
-        if self._is_repeated:
-            return self.load_latest(parts)
-        if self.config.load == "none":
+        wanted = {"model": parts["model"]} if self._only_model else parts
+        if self._place == "none":
             return None
-        if self.config.load == "latest":
-            return self.load_latest(self._wanted(parts))
+        if self._place == "latest":
+            return self.load_latest(wanted)
         if self._has_begun():
-            return self.load_latest(self._wanted(parts) if self._place == "own" else parts)
-        return self.load_from(self.config.load, self._wanted(parts))
-
-    def _wanted(self, parts: Parts) -> Parts:
-        return {"model": parts["model"]} if self.config.load_only_model else parts
+            return self.load_latest(wanted if self._place == "own" else parts)
+        return self.load_from(self.config.load, wanted)
 
     def _has_begun(self) -> bool:
         """A run that started from a foreign checkpoint and was restarted goes on with its own, not from

@@ -12,34 +12,39 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from fsdmoe import failures
 from fsdmoe.checkpoint.catalog import Entry
+from fsdmoe.checkpoint.tree import Tree
 
 COURSE = "course.json"
 
 
 @dataclass(frozen=True)
 class Course:
-    """Which checkpoints of a folder a run may go on from, and go back to."""
+    """Which checkpoints of a folder a run may go on from, and go back to. Its fields are JSON."""
 
     newest: int = -1
     """The newest serial when it began; -1 without one."""
-    others: frozenset[int | str] = frozenset()
+    others: Sequence[int | str] = ()
     """Not of this course: serials, and names of those that cannot be read."""
 
     @classmethod
-    def after(cls, found: list[Entry], others: list[Entry]) -> Course:
-        """That which begins with a start that has ``found`` these, the newest first."""
+    def after(cls, found: list[Entry], resumed: str) -> Course:
+        """That which begins with a start that has ``found`` these, the newest first, and has ``resumed`` the
+        one of that name, or none of them."""
         newest = next((entry.serial for entry in found if entry.serial), -1)
-        return cls(newest, frozenset(entry.serial or entry.name for entry in others))
+        others = takewhile(lambda entry: entry.name != resumed, found)
+        return cls(newest, [entry.serial or entry.name for entry in others])
 
     def has(self, entry: Entry) -> bool:
-        return not self.others & {entry.serial, entry.name}
+        return entry.serial not in self.others and entry.name not in self.others
 
 
 def note(run: str, course: Course, words: list[Any]) -> None:
@@ -49,14 +54,14 @@ def note(run: str, course: Course, words: list[Any]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / f".{COURSE}"
-    facts = {"words": words, **_launch(), "newest": course.newest, "others": sorted(course.others, key=str)}
+    facts = {"words": words, **_launch(), **asdict(course)}
     new.write_text(json.dumps(facts), encoding="utf-8")
     new.replace(folder / COURSE)
 
 
-def noted(run: str, words: list[Any]) -> list[Any] | None:
-    """The newest serial and the others of the course that an earlier start of the same launch has begun with
-    the same words; None where this is its first."""
+def noted(run: str, words: list[Any]) -> Tree | None:
+    """The fields of the :class:`Course` that an earlier start of the same launch has begun with the same
+    words; None where this is its first."""
     folder = _local(run)
     if folder is None or not failures.has_launcher():
         return None
@@ -65,7 +70,7 @@ def noted(run: str, words: list[Any]) -> list[Any] | None:
         # An agent of its own has a job that was requeued, or whose first rank moved; it keeps its id.
         is_same_job = then["id"] == now["id"] != ""
         if then["words"] == words and (then["agent"] == now["agent"] or is_same_job):
-            return [then["newest"], then["others"]]
+            return {"newest": then["newest"], "others": then["others"]}
     return None
 
 

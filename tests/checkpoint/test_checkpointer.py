@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -280,7 +281,7 @@ def test_an_evaluation_looks_at_what_it_was_given(tmp_path: Path, monkeypatch: p
     run = Checkpointer(config, folder)
     run.load(parts(0))
     run.save(4, parts(4))
-    looking = Checkpointer(config, folder, trains=False)
+    looking = Checkpointer(replace(config, interval=-1), folder)
     assert looking.load_only(parts(0), is_optional=False)["step"] == 2  # type: ignore[index]
     assert Checkpointer(config, folder).load(parts(0))["step"] == 4  # type: ignore[index]
 
