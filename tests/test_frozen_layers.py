@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import api, storage
 from fsdmoe.checkpoint.adapter_names import is_adapter_name, stored_name
+from fsdmoe.checkpoint.course import COURSE
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.parts import refuse_codes
 from fsdmoe.errors import ConfigError
@@ -28,6 +30,8 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.four_bit import FourBit, decode, encode
 from fsdmoe.precision.quantize import rounded
 from fsdmoe.testing import requires_peft, run_ranks
+from fsdmoe.train import Run
+from tests.behaviour.test_hf_run import config_for, folder_of
 from tests.support.hf_tiny import tiny_hf
 from tests.support.lora_case import adapted, alone, differences, train_steps, wrapped
 
@@ -154,6 +158,35 @@ def test_a_folder_is_read_into_codes_trained_saved_without_them_and_resumed(
         assert max(differences(*got["steps"]).values()) <= 1e-5
     index = api.open_verified(*storage.split_address(tmp_path / "checkpoint"), "fast")
     assert not expected.keys() & {name.partition("/")[2] for name in index.tensors}
+
+
+def started_from_whole_weights(hf: str, folder: str) -> tuple[bool, int]:
+    """Whether a run that keeps codes notes where it began, and the step that an evaluation finds."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = "somewhere"  # as of a launcher, whose starts are noted
+    settings = {"train__output_dir": folder, "adapter__rank": 3, "checkpoint__interval": 0}
+    config = config_for(hf, 1, **settings)
+    meshes = build_meshes(config.mesh)
+    run = Run(config, meshes)
+    run.progress["step"] = 1
+    run.checkpoints.save(1, run.state())
+    run.checkpoints.close()
+    run.close("stopped")
+    load = f"{folder}/checkpoints/step_00000001"
+    config = config_for(hf, 1, **settings, precision__frozen_dtype="float8", checkpoint__load=load)
+    with pytest.raises(CheckpointError, match=r"once resumed it would go on with those of model\.hf"):
+        Run(config, meshes)
+    is_noted = (Path(folder) / COURSE).exists()
+    evaluation = Run(config, meshes, trains=False)
+    evaluation.close("evaluated")
+    return is_noted, evaluation.progress["step"]
+
+
+def test_a_checkpoint_with_the_weights_is_for_evaluations_and_refused_before_a_run_notes_it(
+    tmp_path: Path,
+) -> None:
+    hf = folder_of(tmp_path)
+    found = run_ranks(started_from_whole_weights, 1, str(hf), str(tmp_path / "run"), fresh=True)
+    assert found == [(False, 1)]
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ import torch
 
 from fsdmoe.checkpoint import course
 from fsdmoe.checkpoint.agree import from_first, world
-from fsdmoe.checkpoint.api import LoadPolicy, load_first
+from fsdmoe.checkpoint.api import Loaded, LoadPolicy, load_first
 from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain, to_be_deleted
 from fsdmoe.checkpoint.config import RUN_FOLDER, CheckpointConfig
 from fsdmoe.checkpoint.course import Course
@@ -76,8 +76,6 @@ class Checkpointer(Saver):
         self._damaged: frozenset[str] = frozenset()
         self._resumed = ""
         """The checkpoint of this run that was loaded whole."""
-        self._filled_codes = False
-        """Another checkpoint had weights that this run keeps as codes."""
         self._course = Course()
         self._is_repeated = False
         """The launcher has started this run again, which has something of its own to go on with by now."""
@@ -144,9 +142,6 @@ class Checkpointer(Saver):
         values = self.load_only(parts, is_optional=True) if loaded is None else loaded.values
         if loaded is None and not self._is_repeated:
             self._course = Course(**from_first(self._begin_course))
-        if self._filled_codes and self._saves:
-            with self._naming_the_key():
-                raise CheckpointError(_BASE_ELSEWHERE)
         if self.config.interval > 0:
             self.prepare(parts)
         if self._copies is not None:
@@ -310,7 +305,8 @@ class Checkpointer(Saver):
         self._damaged = frozenset(loaded.damaged)
         weights_only = set(parts) == {"model"}
         self._resumed = "" if weights_only else loaded.name
-        self._filled_codes = loaded.filled_codes and weights_only
+        if weights_only:
+            self._refuse_base(loaded)
         self._say_changes("resumed", f"{self.storage.root}/{loaded.name}", loaded.about)
         return loaded.values
 
@@ -323,9 +319,14 @@ class Checkpointer(Saver):
         loaded = load_first(open_storage(root, self._limits), names, parts, self._policy(), explicit=explicit)
         if not weights_only and self._place in ("set_back", "own"):
             self._resumed = loaded.name
-        self._filled_codes = loaded.filled_codes
+        self._refuse_base(loaded)
         self._say_changes("loaded", f"{root}/{loaded.name}", loaded.about)
         return loaded.values
+
+    def _refuse_base(self, loaded: Loaded) -> None:
+        """A run that saves would go on without the weights that it keeps as codes."""
+        if loaded.filled_codes and self._saves:
+            raise CheckpointError(_BASE_ELSEWHERE)
 
     def wait(self) -> None:
         super().wait()
