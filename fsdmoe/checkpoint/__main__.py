@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import get_args
@@ -18,22 +17,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    FileSizeColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 from rich.text import Text
 
 from fsdmoe.checkpoint.adapter_export import Layout, to_adapter
 from fsdmoe.checkpoint.adapter_merge import MergePolicy, merge_adapter
-from fsdmoe.checkpoint.agree import from_first, together, world
+from fsdmoe.checkpoint.agree import from_first, together
 from fsdmoe.checkpoint.catalog import entries, require, retain
 from fsdmoe.checkpoint.compare import differences
 from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
@@ -41,14 +29,21 @@ from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
 from fsdmoe.checkpoint.dcp_names import Family, parse_rule
 from fsdmoe.checkpoint.deployed import read_roundings
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_config import model_fields
 from fsdmoe.checkpoint.hf_export import DEFAULT_SHARD_BYTES, ExportPolicy, to_hf
 from fsdmoe.checkpoint.hf_folder import CONFIG
 from fsdmoe.checkpoint.hf_import import from_hf
 from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.session import open_newest, open_verified
-from fsdmoe.checkpoint.storage import Storage, open_storage
+from fsdmoe.checkpoint.storage import open_storage
+from fsdmoe.checkpoint.tables import (
+    about_line,
+    folder_table,
+    progress_bar,
+    section_table,
+    table,
+    tensor_table,
+)
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
@@ -58,6 +53,9 @@ from fsdmoe.rules import nearest
 from fsdmoe.run_lock import RunLock
 
 _PIPE_WIDTH = 1000
+_FOUND = ("path", "a checkpoint, or a run's folder (then its newest)")
+_OUT = ("out", "folder to make")
+_Add = Callable[..., argparse.ArgumentParser]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -103,36 +101,43 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
             command.add_argument(path, help=meaning)
         return command
 
-    found = ("path", "a checkpoint, or a run's folder (then its newest)")
-    command = add("inspect", _inspect, "What a checkpoint holds, and what there is in a folder.", found)
+    _add_looking_commands(add)
+    _add_hf_commands(add)
+    _add_adapter_commands(add)
+    _add_dcp_commands(add)
+    _add_upcycling_command(add)
+    return parser, list(commands.choices)
+
+
+def _add_looking_commands(add: _Add) -> None:
+    command = add("inspect", _inspect, "What a checkpoint holds, and what there is in a folder.", _FOUND)
     command.add_argument("--tensors", action="store_true", help="list every tensor")
-    add("verify", _verify, "Check every byte against its checksum.", found)
+    add("verify", _verify, "Check every byte against its checksum.", _FOUND)
     inside = ("path", "a run's folder, or its folder of checkpoints")
     add("list", _list, "The checkpoints of a folder, the newest first, with their sizes.", inside)
     command = add("prune", _prune, "Delete old checkpoints; the newest stays.", inside)
     command.add_argument("--keep-last", type=int, required=True, help="newest ones to keep")
     command.add_argument("--keep-every", type=int, default=0, help="also keep steps divisible by this")
     second = ("second", "another checkpoint, or a run's folder")
-    command = add("diff", _diff, "What differs between two checkpoints; 1 if anything does.", found, second)
+    command = add("diff", _diff, "What differs between two checkpoints; 1 if anything does.", _FOUND, second)
     command.add_argument("--most", type=int, default=20, help="tensors to list")
     command.add_argument(
         "--only", action="append", default=[], metavar="PATTERN",
         help="compare tensors with matching names alone: 'model/*', '*lora_B*'; may be repeated",
     )  # fmt: skip
-    out = ("out", "folder to make")
-    command = add("to-hf", _to_hf, "Write the model as a Hugging Face folder.", found, out)
+
+
+def _add_hf_commands(add: _Add) -> None:
+    command = add("to-hf", _to_hf, "Write the model as a Hugging Face folder.", _FOUND, _OUT)
     command.add_argument(
         "--dtype", choices=_DTYPES, help="of the weights; default: what the model's config says"
     )
     command.add_argument("--fp8", action="store_true", help="projections in DeepSeek-V3's blockwise FP8")
     command.add_argument("--ema", action="store_true", help="the averaged weights (optim.ema)")
     command.add_argument(
-        "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
-    )
-    command.add_argument(
         "--config-from", help="Hugging Face folder with config.json and tokenizer files to copy"
     )
-    command.add_argument("--replace", action="store_true", help="an earlier export in that folder")
+    _add_folder_options(command)
     command = add(
         "from-hf", _from_hf, "Make a checkpoint from a Hugging Face folder; FP8 becomes bf16.",
         ("source", "folder with config.json and safetensors"), ("out", "checkpoint to make"),
@@ -143,9 +148,12 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
         action="store_true",
         help="also a model that the native decoder does not compute (sinks, say), to load with model.hf",
     )
+
+
+def _add_adapter_commands(add: _Add) -> None:
     command = add(
-        "to-adapter", _to_adapter, "Write the adapter (LoRA, DoRA) of a run as a folder.", found, out
-    )  # fmt: skip
+        "to-adapter", _to_adapter, "Write the adapter (LoRA, DoRA) of a run as a folder.", _FOUND, _OUT
+    )
     command.add_argument("--adapter", default="default", help="its name in the model")
     command.add_argument(
         "--layout", choices=get_args(Layout), default="peft", help="of experts; servers: per_expert"
@@ -154,7 +162,7 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
     command = add(
         "merge-adapter", _merge_adapter, "Write a Hugging Face folder with an adapter in its weights.",
         ("base", "Hugging Face folder that the adapter was trained on"),
-        ("source", "the adapter: a folder of peft or to-adapter, a checkpoint, or a run's folder"), out,
+        ("source", "the adapter: a folder of peft or to-adapter, a checkpoint, or a run's folder"), _OUT,
     )  # fmt: skip
     command.add_argument("--adapter", default="default", help="its name in the model, of a checkpoint")
     command.add_argument(
@@ -162,30 +170,18 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
     )
     command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: those of the base")
     command.add_argument("--requantise", action="store_true", help="write a base in FP8 as FP8 again")
-    command.add_argument("--replace", action="store_true", help="an earlier export in that folder")
+    _add_folder_options(command)
+
+
+def _add_folder_options(command: argparse.ArgumentParser) -> None:
+    """Of what writes a Hugging Face folder."""
     command.add_argument(
         "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
     )
-    _add_dcp_commands(add, found)
-    command = add(
-        "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
-        ("source", "folder of a dense model"), ("out", "checkpoint to make"),
-    )  # fmt: skip
-    command.add_argument("--groups", type=int, required=True, help="E: copies of each dense MLP")
-    command.add_argument(
-        "--granularity", type=int, default=1, help="G: experts that one dense MLP is cut into"
-    )
-    command.add_argument(
-        "--top-k", type=int, required=True, help="T: experts that a token visits; a multiple of G"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the router")
-    command.add_argument(
-        "--inexact", action="store_true", help="allow shapes that differ from the dense model at first"
-    )
-    return parser, list(commands.choices)
+    command.add_argument("--replace", action="store_true", help="an earlier export in that folder")
 
 
-def _add_dcp_commands(add: Callable[..., argparse.ArgumentParser], found: tuple[str, str]) -> None:
+def _add_dcp_commands(add: _Add) -> None:
     command = add(
         "from-dcp", _from_dcp, "Make a checkpoint from a folder of torch.distributed.checkpoint.",
         ("source", "folder with .metadata and *.distcp"), ("out", "checkpoint to make"),
@@ -200,7 +196,7 @@ def _add_dcp_commands(add: Callable[..., argparse.ArgumentParser], found: tuple[
     _add_dcp_options(command)
     command = add(
         "to-dcp", _to_dcp, "Write a checkpoint as a folder of torch.distributed.checkpoint, for FSDP2.",
-        found, ("out", "folder to make"),
+        _FOUND, _OUT,
     )  # fmt: skip
     command.add_argument("--model-key", default="model", help="key of the model's state; empty: bare names")
     command.add_argument("--optimizer-key", default="optim", help="key of the optimizer's state")
@@ -221,6 +217,24 @@ def _add_dcp_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--only-model", action="store_true", help="without the optimizer's state")
 
 
+def _add_upcycling_command(add: _Add) -> None:
+    command = add(
+        "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
+        ("source", "folder of a dense model"), ("out", "checkpoint to make"),
+    )  # fmt: skip
+    command.add_argument("--groups", type=int, required=True, help="E: copies of each dense MLP")
+    command.add_argument(
+        "--granularity", type=int, default=1, help="G: experts that one dense MLP is cut into"
+    )
+    command.add_argument(
+        "--top-k", type=int, required=True, help="T: experts that a token visits; a multiple of G"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the router")
+    command.add_argument(
+        "--inexact", action="store_true", help="allow shapes that differ from the dense model at first"
+    )
+
+
 @contextlib.contextmanager
 def _ranks() -> Iterator[None]:
     """Join the other ranks when torchrun started several."""
@@ -238,84 +252,13 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
     root, names, explicit = together(lambda: require(options.path))
     storage = open_storage(root)
     if not explicit:
-        console.print(_folder_table(storage))
+        console.print(folder_table(storage))
     index = together(lambda: open_verified(storage, names[0], "fast"))
-    console.print(Text(names[0], style="bold"), _about_line(index))
-    console.print(_section_table(index))
+    console.print(Text(names[0], style="bold"), about_line(index))
+    console.print(section_table(index))
     if options.tensors:
-        console.print(_tensor_table(index))
+        console.print(tensor_table(index))
     return 0
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
-    table = Table(title=title)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _folder_table(storage: Storage) -> Table:
-    pointed = storage.pointed_at()
-    rows = [
-        (
-            entry.name,
-            str(entry.step) if entry.step >= 0 else "",
-            f"#{entry.serial}" if entry.serial else "unreadable",
-            "<-" if entry.name == pointed else "",
-        )
-        for entry in entries(storage)
-    ]
-    return _table(("checkpoint", "step", "finished as", "latest"), rows, storage.root)
-
-
-def _about_line(index: Index) -> str:
-    about = index.about
-    layout = ", ".join(f"{key} {size}" for key, size in (about.get("layout") or {}).items() if size != 1)
-    facts = [
-        f"step {about['step']}" if "step" in about else "",
-        f"written {about['written']}" if "written" in about else "",
-        f"by {about['ranks']} ranks" if "ranks" in about else "",
-        f"({layout})" if layout else "",
-        f"torch {about['torch']}" if "torch" in about else "",
-    ]
-    return " ".join(fact for fact in facts if fact)
-
-
-def _section_table(index: Index) -> Table:
-    table = Table(show_footer=True)
-    rows: dict[str, list[int]] = {}
-    for name, tensor in index.tensors.items():
-        row = rows.setdefault(name.split(SEPARATOR, 1)[0], [0, 0, 0, 0])
-        for place, amount in enumerate((1, math.prod(tensor.shape), tensor.num_bytes, len(tensor.boxes))):
-            row[place] += amount
-    values = {key: len(json.dumps(value)) for key, value in index.values.items()}
-    totals = [sum(row[place] for row in rows.values()) for place in range(4)]
-    footers = ["total", str(totals[0]), f"{totals[1]:,}", decimal(totals[2]), str(totals[3]), ""]
-    headings = ("section", "tensors", "elements", "size", "boxes", "plain values")
-    for heading, footer in zip(headings, footers, strict=True):
-        table.add_column(heading, footer=footer, justify="left" if heading == "section" else "right")
-    for key in sorted({*rows, *values}):
-        count, elements, num_bytes, boxes = rows.get(key, [0, 0, 0, 0])
-        plain = decimal(values[key]) if key in values else ""
-        table.add_row(key, str(count), f"{elements:,}", decimal(num_bytes), str(boxes), plain)
-    return table
-
-
-def _tensor_table(index: Index) -> Table:
-    rows = [
-        (
-            name,
-            str(tensor.dtype).removeprefix("torch."),
-            str(list(tensor.shape)),
-            decimal(tensor.num_bytes),
-            str(len(tensor.boxes)),
-            str(len({box.file for box in tensor.boxes})),
-        )
-        for name, tensor in index.tensors.items()
-    ]
-    return _table(("tensor", "dtype", "shape", "size", "boxes", "files"), rows)
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
@@ -339,7 +282,7 @@ def _list(options: argparse.Namespace, console: Console) -> int:
         index = open_verified(storage, entry.name, "fast") if entry.serial else None
         size = decimal(sum(file.num_bytes for file in index.files.values())) if index else "unreadable"
         rows.append((entry.name, size, str(index.about.get("written", "")) if index else ""))
-    console.print(_table(("checkpoint", "size", "written"), rows, root))
+    console.print(table(("checkpoint", "size", "written"), rows, root))
     return 0
 
 
@@ -376,7 +319,7 @@ def _diff(options: argparse.Namespace, console: Console) -> int:
     counters = [each for each in found if each.is_counter]
     shown = [(each.name, each.text) for each in found if not each.is_counter][: options.most]
     if shown:
-        console.print(_table(("tensor", "differs"), shown, f"{first.name} and {second.name}"))
+        console.print(table(("tensor", "differs"), shown, f"{first.name} and {second.name}"))
     console.print(f"{len(found)} tensors differ, {num_equal} are the same, bit for bit")
     if counters:
         largest = max(each.largest for each in counters)
@@ -395,7 +338,7 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
         replace=options.replace,
     )  # fmt: skip
     total = sum(t.num_bytes for key, t in reader.index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
-    with _bar(console, f"{reader.name} to {options.out}", total) as step:
+    with progress_bar(console, f"{reader.name} to {options.out}", total) as step:
         tokenizer = to_hf(options.path, options.out, policy, progress=step)
     if tokenizer is None:
         name = ((reader.index.about.get("run") or {}).get("data") or {}).get("tokenizer")
@@ -430,7 +373,7 @@ def _merge_adapter(options: argparse.Namespace, console: Console) -> int:
         any_base=options.any_base, dtype=_DTYPES.get(options.dtype), requantise=options.requantise,
         replace=options.replace, shard_bytes=int(options.shard_size * 1e9),
     )  # fmt: skip
-    with _bar(console, f"{options.source} into {options.out}", None) as step:
+    with progress_bar(console, f"{options.source} into {options.out}", None) as step:
         merge_adapter(options.base, options.source, options.out, policy, name=options.adapter, progress=step)
     console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
     return 0
@@ -441,7 +384,7 @@ def _config_of(folder: str | None) -> Tree | None:
 
 
 def _from_hf(options: argparse.Namespace, console: Console) -> int:
-    with _bar(console, f"{options.source} to {options.out}", None) as step:
+    with progress_bar(console, f"{options.source} to {options.out}", None) as step:
         from_hf(
             options.source,
             options.out,
@@ -463,7 +406,7 @@ def _from_dcp(options: argparse.Namespace, console: Console) -> int:
         rules=[parse_rule(rule) for rule in options.map], family=options.family, step=options.step,
         config=_config_of(options.config_from), only_model=options.only_model,
     )  # fmt: skip
-    with _bar(console, f"{options.source} to {options.out}", None) as step:
+    with progress_bar(console, f"{options.source} to {options.out}", None) as step:
         from_dcp(options.source, options.out, policy, progress=step)
     return _converted(options.out, console)
 
@@ -476,7 +419,7 @@ def _to_dcp(options: argparse.Namespace, console: Console) -> int:
         one_group=options.one_group, only_model=options.only_model,
     )  # fmt: skip
     total = sum(t.num_bytes for t in reader.index.tensors.values())
-    with _bar(console, f"{reader.name} to {options.out}", total) as step:
+    with progress_bar(console, f"{reader.name} to {options.out}", total) as step:
         to_dcp(options.path, options.out, policy, progress=step)
     console.print(f"{options.out}: load it with dcp.load into what get_state_dict returns")
     return 0
@@ -487,14 +430,14 @@ def _upcycle(options: argparse.Namespace, console: Console) -> int:
         groups=options.groups, granularity=options.granularity, top_k=options.top_k, seed=options.seed,
         exact=not options.inexact,
     )  # fmt: skip
-    with _bar(console, f"{options.source} to {options.out}", None) as step:
+    with progress_bar(console, f"{options.source} to {options.out}", None) as step:
         upcycle(options.source, options.out, policy, progress=step)
     return _converted(options.out, console)
 
 
 def _converted(path: str, console: Console) -> int:
     index = open_newest(path).index
-    console.print(_section_table(index))
+    console.print(section_table(index))
     only_model = "" if "optimizer" in index.values else " --checkpoint.load_only_model true"
     console.print(f"To train from it: --checkpoint.load {path}{only_model}")
     config = index.about.get("hf_config")
@@ -511,33 +454,6 @@ def _converted(path: str, console: Console) -> int:
         for key, value in {"type": rope.type, **rope.stated}.items():
             console.print(f"{key} = {json.dumps(value)}")
     return 0
-
-
-@contextlib.contextmanager
-def _bar(console: Console, text: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """This rank's bytes; with several ranks the first one's share stands for all."""
-    share = None if total is None else -(-total // world()[1])
-    columns: tuple[ProgressColumn, ...] = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    if share is None:  # neither a share nor a remaining time can be shown
-        columns = (TextColumn("{task.description}", markup=False), FileSizeColumn(), TransferSpeedColumn())
-    progress = Progress(*columns, console=console)
-    task = progress.add_task(text, total=share)
-
-    def advance(count: int) -> None:
-        progress.start()  # not before: what is refused has made no progress
-        progress.advance(task, count)
-
-    try:
-        yield advance
-    finally:
-        if progress.live.is_started:
-            progress.stop()
 
 
 if __name__ == "__main__":
