@@ -7,17 +7,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdmoe import failures
 from fsdmoe.errors import ConfigError, UserError
+
+ItemT = TypeVar("ItemT")
 
 _ECHO_SECONDS = 1.0
 _WATCH_SECONDS = 1.0
@@ -34,7 +36,7 @@ def refuse_endless_skips(in_a_row: int, most: int) -> None:
         )
 
 
-def signal_of_any_rank(received: list[int], device: torch.device) -> str:
+def signal_of_any_rank(received: Sequence[int], device: torch.device) -> str:
     """The name of a signal that some rank has received, or that its launcher is gone, the same on all of
     them; empty: none.
 
@@ -52,6 +54,18 @@ def signal_of_any_rank(received: list[int], device: torch.device) -> str:
     return signal.Signals(number).name if number else ""
 
 
+class AskedToStop(Exception):
+    """Some rank has received the signal of this name; raised on all of them."""
+
+
+def until_asked(items: Iterable[ItemT], received: Sequence[int], device: torch.device) -> Iterator[ItemT]:
+    """The items, of which all ranks have as many, until a signal comes."""
+    for item in items:
+        if asked := signal_of_any_rank(received, device):
+            raise AskedToStop(asked)
+        yield item
+
+
 STOPPED = "stopped by "
 """How the status of a run begins that ended at a signal."""
 
@@ -60,10 +74,14 @@ def exit_code(status: str, received: list[int]) -> int:
     """Of a rank whose run ended in order.
 
     A signal that only other ranks received is the end of their node, not of the run: where the launcher
-    restarts ranks, this one asks for it.
+    restarts ranks, this one asks for it. Who has no launcher answers a signal as launchers do: whoever sent
+    it learns that the run is not finished.
     """
-    is_elsewhere = status.startswith(STOPPED) and not received
-    return failures.TRY_AGAIN if is_elsewhere and failures.will_restart() else 0
+    if not status.startswith(STOPPED):
+        return 0
+    if not received:
+        return failures.TRY_AGAIN if failures.will_restart() else 0
+    return 0 if failures.has_launcher() else 128 + received[0]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -222,16 +222,18 @@ class Run:
             **figures,
         )
 
-    def evaluate(self) -> float:
-        """The mean loss over the held-out documents."""
-        return self.feed.held_out_loss(self.decoder, self.data.eval_batches(self.config.train.eval_batches))
+    def evaluate(self, received: Sequence[int] = ()) -> float:
+        """The mean loss over the held-out documents; :class:`fsdmoe.lifecycle.AskedToStop` at a signal."""
+        batches = self.data.eval_batches(self.config.train.eval_batches)
+        asked = lifecycle.until_asked(batches, received, self.meshes.device)
+        return self.feed.held_out_loss(self.decoder, asked)
 
-    def evaluate_average(self) -> float | None:
+    def evaluate_average(self, received: Sequence[int] = ()) -> float | None:
         """The same of the averaged weights, if there are any."""
         if self.average is None:
             return None
         with self.average.applied():
-            return self.evaluate()
+            return self.evaluate(received)
 
     def loop(self, received: list[int]) -> str:
         """Step until the run is done or asked to stop; returns how it ended."""
@@ -249,17 +251,34 @@ class Run:
                 continue
             lifecycle.refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
             is_last = step == train.steps
-            if train.evaluates_at(step):
-                self.observer.log_eval(step, self.evaluate(), self.evaluate_average())
-                self.observer.log_samples(step, self.samples.generate(self.decoder))
             asked = lifecycle.signal_of_any_rank(received, self.meshes.device)
-            is_end = (is_last or bool(asked)) and self.config.checkpoint.interval >= 0
-            if self.checkpoints.maybe_save(step, self.state, is_last=is_end):
-                assert self.checkpoints.record is not None
-                self._note_event("save", step=step, stall=round(self.checkpoints.record.stall_seconds, 3))
+            is_saved = self._save(step, is_end=is_last or bool(asked))  # first: an evaluation may fail
+            if not asked and train.evaluates_at(step):
+                asked = self._evaluate_and_log(step, received)
+                if asked and not is_saved:
+                    self._save(step, is_end=True)
             if asked and not is_last:
                 return f"{lifecycle.STOPPED}{asked}"
         return "finished"
+
+    def _save(self, step: int, *, is_end: bool) -> bool:
+        """Where it is due or the run ends here; whether it was."""
+        is_end = is_end and self.config.checkpoint.interval >= 0
+        is_saved = self.checkpoints.maybe_save(step, self.state, is_last=is_end)
+        if is_saved:
+            assert self.checkpoints.record is not None
+            self._note_event("save", step=step, stall=round(self.checkpoints.record.stall_seconds, 3))
+        return is_saved
+
+    def _evaluate_and_log(self, step: int, received: list[int]) -> str:
+        """The name of a signal that came meanwhile, for which the evaluation was left; empty without one."""
+        try:
+            losses = self.evaluate(received), self.evaluate_average(received)
+        except lifecycle.AskedToStop as asked:
+            return str(asked)
+        self.observer.log_eval(step, *losses)
+        self.observer.log_samples(step, self.samples.generate(self.decoder))
+        return ""
 
     def _go_back(self) -> bool:
         """To the newest checkpoint, with the data behind what was read: the same rows would do the same.

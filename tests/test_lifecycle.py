@@ -206,6 +206,9 @@ def test_a_rank_asks_to_be_started_again_when_only_other_nodes_were_told_to_stop
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert lifecycle.exit_code("stopped by SIGTERM", received=[]) == 75
+    assert lifecycle.exit_code("stopped by SIGTERM", received=[15]) == 143, "no launcher answers for it"
+    assert lifecycle.exit_code("finished", received=[15]) == 0
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
     assert lifecycle.exit_code("stopped by SIGTERM", received=[15]) == 0
     assert lifecycle.exit_code("finished", received=[]) == 0
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -219,3 +222,22 @@ def test_a_disk_without_inodes_is_called_so(tmp_path: Path, monkeypatch: pytest.
     assert free_some(folder).startswith(f"delete some files in {folder}, whose disk has space but no inodes")
     facts.f_favail = 7
     assert free_some(folder) == f"free some space in {folder}"
+
+
+def until_a_signal(at: int) -> tuple[list[int], str]:
+    """The items that two ranks get of ten, of which the second receives a signal at one."""
+    received: list[int] = []
+    seen: list[int] = []
+    try:
+        for number in lifecycle.until_asked(range(10), received, torch.device("cpu")):
+            seen.append(number)
+            if number == at and dist.get_rank() == 1:
+                received.append(signal.SIGTERM)
+    except lifecycle.AskedToStop as asked:
+        return seen, str(asked)
+    return seen, ""
+
+
+def test_all_ranks_leave_an_evaluation_at_the_same_batch() -> None:
+    assert run_ranks(until_a_signal, 2, 3) == [([0, 1, 2, 3], "SIGTERM")] * 2
+    assert run_ranks(until_a_signal, 2, 10) == [([*range(10)], "")] * 2

@@ -204,7 +204,8 @@ def shutdown(code: int) -> int:
     """
     import torch.distributed as dist  # not above: a refused configuration ends before it is loaded
 
-    if code == 0 and dist.is_initialized():
+    is_in_order = code == 0 or code > 128  # stopped by a signal
+    if is_in_order and dist.is_initialized():
         dist.destroy_process_group()
     return code
 
