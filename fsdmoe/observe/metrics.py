@@ -11,6 +11,7 @@ What is not a finite number is written as null, so that every line is valid JSON
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torch.utils._pytree import tree_map_only
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
@@ -52,6 +55,8 @@ class MetricsFile:
         if path.exists():
             self._trim(path, start_step)
         self._file: TextIO = path.open("a", encoding="utf-8")
+        self._is_cut = False
+        """It may end in a part of a row."""
 
     def _trim(self, path: Path, start_step: int) -> None:
         num_lines, line = 0, "\n"
@@ -72,13 +77,22 @@ class MetricsFile:
         trimmed.replace(path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row and hand it to the operating system, so that a crash loses nothing already
-        logged."""
-        self._file.write(_dump(row))
-        self._file.flush()
+        """Append one row and hand it to the operating system, so that a crash loses nothing already logged.
+        A full disk does not end the run, which may save elsewhere: rows are missing until it has space."""
+        try:
+            self._file.write("\n" + _dump(row) if self._is_cut else _dump(row))
+            self._file.flush()
+            self._is_cut = False
+        except OSError as error:
+            if not self._is_cut:
+                logger.warning("%s: rows are missing until it can be written: %s", self._file.name, error)
+            self._is_cut = True
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning("%s: its last rows are missing: %s", self._file.name, error)
 
 
 def read_metrics(path: Path) -> list[Row]:

@@ -14,7 +14,7 @@ Every rank builds one. Only the first rank's writes and prints; the others' serv
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,8 @@ class _MainRank:
         self._metrics.write(row)
         self._history.add(row)
         if self._board is not None:
-            self._board.step(row, loads)
+            with self._leaving_a_full_disk():
+                self._board.step(row, loads)
         for each in self._loggers:
             each.log(record.step, row_scalars(row))
         if self._server is not None:
@@ -266,7 +267,8 @@ class _MainRank:
             self.screen.note(f"step {step}: evaluation loss is not finite")
             return
         if self._board is not None:
-            self._board.evaluation(row)
+            with self._leaving_a_full_disk():
+                self._board.evaluation(row)
         for each in self._loggers:
             each.log(step, row_scalars(row))
         of_average = "" if averaged is None else f", of averaged weights {averaged:.4f}"
@@ -283,13 +285,24 @@ class _MainRank:
         self.close_files(status)
         # A start without a step (the run was finished, or failed at once) leaves the page of the last one.
         if self._history.last_step > self.facts.start_step or not (self._folder / "summary.txt").exists():
-            self._write_summary(status)
+            with suppress(OSError):  # a full disk, which is said
+                self._write_summary(status)
+
+    @contextmanager
+    def _leaving_a_full_disk(self) -> Iterator[None]:
+        """What TensorBoard cannot write is the end of its files, not of the run."""
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            self.screen.note(f"no more is written for TensorBoard: {error}")
 
     def close_files(self, status: str) -> None:
         """Nothing more is recorded here."""
         self._metrics.close()
         if self._board is not None:
-            self._board.close()
+            with self._leaving_a_full_disk():
+                self._board.close()
         self.close_what_is_elsewhere(status)
 
     def close_what_is_elsewhere(self, status: str) -> None:

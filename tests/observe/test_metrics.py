@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 from fsdmoe.observe.metrics import MetricsFile, read_metrics
 
@@ -76,3 +77,21 @@ def test_a_new_run_in_an_old_folder_starts_from_an_empty_file(tmp_path):
     write_rows(path, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
     write_rows(path, [{"step": 1, "loss": 5.0}], start_step=0)
     assert read_metrics(path) == [{"step": 1, "loss": 5.0}]
+
+
+def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, caplog):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1})
+    real, full = os.dup(file._file.fileno()), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file._file.fileno())
+    for step in (2, 3):
+        file.write({"step": step})
+    os.dup2(real, file._file.fileno())
+    for step in (4, 5):
+        file.write({"step": step})
+    file.close()
+    os.close(real)
+    os.close(full)
+    found = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert (found[0], found[-2:]) == (1, [4, 5])
+    assert sum("No space left on device" in record.message for record in caplog.records) == 1
