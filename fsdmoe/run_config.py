@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from fsdmoe import events
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.catalog import entries
 from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.limited_storage import Limits
+from fsdmoe.checkpoint.start_place import is_same_folder
 from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.config import CommandLine, Config
 from fsdmoe.config.kept import (
@@ -76,6 +78,8 @@ def keep_config(
     if has_checkpoints:
         kept.told = frozenset(from_first(lambda: told_changes(folder, config)))
     else:  # nothing goes on from what was there before
+        if command.resumes and config.checkpoint.load == "latest":
+            from_first(lambda: refuse_lost_checkpoints(folder))
         kept.write()
     return kept
 
@@ -89,7 +93,7 @@ def told_changes(folder: Path, config: Config) -> list[str]:
     if problems:
         logger.warning("%s cannot be compared with the configuration of today: %s", path, problems[0])
     # Another folder's checkpoints are not what the file speaks of.
-    if before is None or before.checkpoint.folder != config.checkpoint.folder:
+    if before is None or not is_same_folder(before.checkpoint.folder, config.checkpoint.folder):
         return []
     refuse_other_model(before, config, folder)
     # An older checkpoint that is named may be of another optimizer than the last start.
@@ -199,6 +203,16 @@ def _is_other(before: Config, now: Config, section: str, name: str) -> bool:
 def _parameters(config: Config) -> dict[str, tuple[int, ...]]:
     model, _ = build_any_model(config.model, config.experts, config.adapter)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def refuse_lost_checkpoints(folder: Path) -> None:
+    """A run that is to go on, and has saved, but not where its configuration says."""
+    saves = [row for row in events.read(folder) if row["event"] == "save"]
+    if saves:
+        raise ConfigError(
+            f"--resume: expected the checkpoints of {folder}, which has saved step {saves[-1]['step']}, "
+            "and found none; name their place by --checkpoint.folder, or begin anew by --checkpoint.load none"
+        )
 
 
 def holds_checkpoints(config: Config) -> bool:

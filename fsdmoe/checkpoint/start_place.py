@@ -41,8 +41,14 @@ def real_path(path: str) -> str:
 
 
 def absolute_path(load: str) -> str:
-    """What ``checkpoint.load`` says, from the root. Its words and addresses stay."""
+    """What ``checkpoint.load`` or ``checkpoint.folder`` says, from the root. Words, addresses and an empty
+    text stay."""
     path = load.removeprefix("file://")
-    if load in ("latest", "none") or "://" in path:
+    if load in ("", "latest", "none") or "://" in path:
         return load
     return os.path.abspath(os.path.expanduser(path))
+
+
+def is_same_folder(one: str, other: str) -> bool:
+    """Of two values of ``checkpoint.folder``, where an empty one is the run's own."""
+    return bool(one) == bool(other) and real_path(one) == real_path(other)

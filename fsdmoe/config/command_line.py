@@ -6,18 +6,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdmoe import events
+from fsdmoe.checkpoint.start_place import absolute_path
 from fsdmoe.config.build import compose, override_problems
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
 from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.help import help_text
 from fsdmoe.config.host import meeting_problems, memory_problems
-from fsdmoe.config.kept import KEPT, open_run, origins_of
+from fsdmoe.config.kept import KEPT, open_run, origins_of, problems_of_shared_checkpoints
 from fsdmoe.config.schema import Config
 from fsdmoe.config.suggest import BARE, WITH_VALUE
 from fsdmoe.config.toml import read_toml, to_toml
@@ -42,6 +43,8 @@ class CommandLine:
     """With --dry-run: the GPU to plan for, by name or memory."""
     take_over: bool = False
     check_only: bool = False
+    resumes: bool = False
+    """It goes on with a run that was named."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each value that is no default comes from, by dotted key."""
     source: str = "the defaults"
@@ -99,6 +102,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         # It may be what the number of ranks, or the mesh, was meant by.
         wrong |= {key for keys, _ in findings for key in keys if key.startswith("mesh.")}
     refused = [line for keys, line in findings if wrong.isdisjoint(keys)]
+    if "--config" in flags:
+        refused += problems_of_shared_checkpoints(Path(flags["--config"]), mapping, config)
     if resuming and any(line.startswith("mesh") for line in refused):
         problems += _other_ranks(resuming, flags[resuming], world_size)
     problems += refused
@@ -123,8 +128,10 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     if not is_elsewhere and not found:
         _warn(warnings_of(config, evaluate_only="--evaluate-only" in flags))
     keys = {f"{name}.{key}" for name, table in mapping.items() for key in table}
+    # From the root: the run may go on from another working directory.
+    place = replace(config.checkpoint, folder=absolute_path(config.checkpoint.folder))
     return CommandLine(
-        config,
+        replace(config, checkpoint=place),
         is_plan,
         world_size,
         evaluate_only="--evaluate-only" in flags,
@@ -132,6 +139,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         gpu=flags.get("--gpu"),
         take_over="--take-over" in flags,
         check_only="--check-only" in flags,
+        resumes=bool(resuming),
         origins=origins_of(config, mapping, overrides, flags.get("--config", ""), kept=origins),
         source=flags.get("--config") or flags.get(resuming) or CommandLine.source,
         written=frozenset((keys if origins is None else origins.keys()) | overrides.keys()),

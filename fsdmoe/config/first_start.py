@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdmoe.checkpoint.config import RUN_FOLDER, CheckpointConfig
-from fsdmoe.checkpoint.start_place import absolute_path, place_of, real_path
+from fsdmoe.checkpoint.start_place import absolute_path, is_same_folder, place_of, real_path
 from fsdmoe.config.schema import Config
 
 _LINE = "# First start: "
@@ -77,12 +77,12 @@ def line_to_keep(config: Config, text: str, *, has_checkpoints: bool) -> str:
     now, table = FirstStart.of(checkpoint), _checkpoint_table(text) or {}
     if not has_checkpoints or checkpoint.load == "none":
         return now.line()
-    is_same_folder = table.get("folder", "") == checkpoint.folder
+    is_its_folder = is_same_folder(str(table.get("folder", "")), checkpoint.folder)
     began = read_first_start(text)
-    if is_same_folder and began is not None:
+    if is_its_folder and began is not None:
         return began.line()
     # A last start that named no other checkpoint may have gone on with what another one began.
-    known = [FirstStart.of_last(table), now] if is_same_folder else [now]
+    known = [FirstStart.of_last(table), now] if is_its_folder else [now]
     return next((start.line() for start in known if _is_foreign(start.load, config)), "")
 
 
@@ -109,7 +109,9 @@ def problems_of_another_start(config: Config, text: str, kept: Path) -> list[str
         kept: Its file.
     """
     root, now, table = kept.parent, config.checkpoint, _checkpoint_table(text)
-    if table is None or table.get("folder", "") != now.folder or not _is_foreign(now.load, config):
+    if table is None or not is_same_folder(str(table.get("folder", "")), now.folder):
+        return []
+    if not _is_foreign(now.load, config):
         return []
     known = read_first_start(text)
     began = known or FirstStart.of_last(table)
@@ -119,7 +121,7 @@ def problems_of_another_start(config: Config, text: str, kept: Path) -> list[str
             f'checkpoint.load: expected "latest", since {root} has checkpoints of its own and {start} '
             f"{began.load!r}, got {now.load!r}; drop the key to go on, or start a run of the same "
             f"configuration from there by --config {kept} --train.output_dir FOLDER "
-            f"--checkpoint.load {now.load}"
+            f"{'--checkpoint.folder OTHER ' if now.folder else ''}--checkpoint.load {now.load}"
         ]
     if now.load_only_model != began.load_only_model:
         wanted, got = (str(each).lower() for each in (began.load_only_model, now.load_only_model))

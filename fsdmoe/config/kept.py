@@ -164,6 +164,25 @@ def open_run(
     return mapping, kept_origins(text)
 
 
+def problems_of_shared_checkpoints(file: Path, mapping: Mapping[str, Any], config: Config) -> Problems:
+    """Why a new run by the kept configuration of another one would go on with that one's checkpoints, and
+    delete them as it saves its own."""
+    folder, now = config.checkpoint.folder, Path(config.train.output_dir).expanduser()
+    tables = [mapping.get(name) for name in ("train", "checkpoint")]
+    if not folder or not all(isinstance(table, dict) for table in tables):
+        return []
+    other, held = tables[0].get("output_dir", ""), tables[1].get("folder", "")
+    is_kept = file.read_text(encoding="utf-8").startswith(_TOP)
+    is_its_own = now.resolve() in (Path(other).expanduser().resolve(), file.expanduser().resolve().parent)
+    if not is_kept or is_its_own or held != folder:
+        return []
+    return [
+        f"checkpoint.folder: expected another one than {folder!r} for a new run in {now}, since the run "
+        f"{other}, whose configuration this is, saves there; write --checkpoint.folder OTHER too, or go on "
+        f"with that run by --resume {file.parent}"
+    ]
+
+
 def first_start_line(config: Config, *, has_checkpoints: bool) -> str:
     """What :func:`kept_text` keeps of the start that began the run; see :func:`line_to_keep`."""
     return line_to_keep(config, _text_before(config), has_checkpoints=has_checkpoints)

@@ -16,6 +16,7 @@ from fsdmoe.observe.timeline import changes_of
 from tests.support.scripts import Program, run_program, started_ranks
 from tests.support.tiny_run import tiny_config
 
+ROOT = Path(__file__).parents[2]
 RUN: dict[str, Any] = {
     "train__steps": 2,
     "train__eval_interval": -1,
@@ -153,3 +154,20 @@ def test_a_run_goes_on_and_is_evaluated_by_its_folder_alone(run_of_two_ranks: Pa
     assert tomllib.loads(kept)["train"]["output_dir"] == str(run)
     assert re.search(r"^#   train.steps +command line$", kept, re.M)
     assert re.search(rf"^#   train.seed +{run_of_two_ranks}/run.toml$", kept, re.M), "as at its first start"
+
+
+def test_a_relative_folder_of_checkpoints_is_kept_from_the_root(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpts"
+    trained("--config", write_config(tmp_path), "--checkpoint.folder", os.path.relpath(folder, ROOT))
+    kept = tmp_path / "run/config.toml"
+    assert tomllib.loads(kept.read_text())["checkpoint"]["folder"] == str(folder)
+    assert "steps 3 to 3" in trained("--resume", str(tmp_path / "run"), "--train.steps", "3")
+    another = ["--config", str(kept), "--train.output_dir", str(tmp_path / "second")]
+    refused = train(*another)
+    assert refused.wait() != 0
+    assert "checkpoint.folder: expected another one than" in refused.stderr
+    trained(*another, "--checkpoint.folder", str(tmp_path / "others"))
+    shutil.rmtree(folder)
+    refused = train("--resume", str(tmp_path / "run"))
+    assert refused.wait() != 0
+    assert "has saved step 3, and found none" in refused.stderr
