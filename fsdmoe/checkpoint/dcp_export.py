@@ -29,6 +29,7 @@ from fsdmoe.checkpoint.dcp_folder import DCP_METADATA
 from fsdmoe.checkpoint.dcp_names import Rules, apply_rules
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, Shape, StoredTensor, is_scale_history
+from fsdmoe.checkpoint.parts import MEMBERS
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import open_newest, saving
@@ -36,6 +37,7 @@ from fsdmoe.checkpoint.storage import StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import SaveOrder, begin, travelling_errors
 from fsdmoe.optim.group_config import DECAYED, NOT_DECAYED
+from fsdmoe.optim.groups import is_matrix_of
 
 Path = tuple[str | int, ...]
 # A reader takes in a chunk whole, whatever it needs of it.
@@ -153,7 +155,7 @@ def _add_optimizer(stock: _Stock, index: Index, reader: RegionReader, policy: DC
         if kind not in ("step", "exp_avg", "exp_avg_sq"):
             raise CheckpointError(f"{full}: only AdamW's state is written; --only-model leaves the optimizer")
         if kind == "exp_avg":
-            names[renamed] = len(stored.shape) >= 2
+            names[renamed] = is_matrix_of(name, len(stored.shape))
         tail = (f"state.{renamed}.{kind}",) if policy.flat_optimizer else ("state", renamed, kind)
         stock.add_tensor((*head, *tail), full, stored, reader)
     for number, (settings, members) in enumerate(_groups(index.values["optimizer"], names, policy)):
@@ -172,7 +174,14 @@ def _groups(optimizer: Tree, names: dict[str, bool], policy: DCPExportPolicy) ->
     blank = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
     defaults = {key: value for key, value in blank.items() if key != "params"}
     stored = [
-        {**defaults, **{k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k != "name"}}
+        {
+            **defaults,
+            **{
+                k: tuple(v) if isinstance(v, list) else v
+                for k, v in group.items()
+                if k not in ("name", MEMBERS)
+            },
+        }
         for group in optimizer.get("groups", [])
     ]
     if policy.one_group or len(stored) == 1:

@@ -26,6 +26,7 @@ from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 from fsdmoe.optim.group_config import DECAYED, NOT_DECAYED
+from fsdmoe.optim.groups import is_matrix_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def _plan(storage: Storage, name: str, policy: DCPImportPolicy) -> _Content:
         for memory, count in steps.items():
             box = SavedBox.whole(f"optimizer/state/{memory}/step", (), torch.float32)
             boxes[box] = partial(torch.tensor, count, dtype=torch.float32)
-        matrices = {name for name, found in regions.items() if found and len(found[0].at) >= 2}
+        matrices = {name for name, found in regions.items() if found and is_matrix_of(name, len(found[0].at))}
         values["optimizer"] = {"groups": _groups(folder, state, matrices)}
     step = _step(folder, state, policy, steps)
     tokens = int(folder.read_number(state.tokens)) if state.tokens else 0

@@ -32,6 +32,9 @@ from fsdmoe.fsdp.subclass import inner_tensors, is_subclass
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import local_tensor, placement_of
 
+MEMBERS = "members"
+"""The key of a stored parameter group for the names of its parameters."""
+
 
 @runtime_checkable
 class Checkpointed(Protocol):
@@ -68,11 +71,12 @@ def _state_of(key: str, part: Any, models: list[nn.Module], meshes: Meshes | Non
 def restore(parts: Mapping[str, Any], tree: Tree, settings: OptimizerSettings = "built") -> Tree:
     """Hand the loaded state to the parts that take it; returns those that are plain values."""
     plain: Tree = {}
+    models = [part for part in parts.values() if isinstance(part, nn.Module)]
     for key, part in parts.items():
         state = tree.get(key)
         if isinstance(part, torch.optim.Optimizer):
             with settled(part, key, settings):
-                _load_optimizer(part, state or {})
+                _load_optimizer(part, state or {}, models)
         elif isinstance(part, Checkpointed):
             part.load_checkpoint_state(state or {})
         elif isinstance(part, nn.Module):
@@ -182,6 +186,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -
             state[names[id(parameter)]] = dict(optimizer.state.get(parameter, {}))
     groups = [
         {key: _plain(value) for key, value in group.items() if key != "params"}
+        | {MEMBERS: [names[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     return {"state": state, "groups": groups}
@@ -208,7 +213,7 @@ def make_optimizer_state(
             optimizer.state[parameter][key] = made.detach()
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: Tree) -> None:
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Tree, models: list[nn.Module]) -> None:
     if isinstance(optimizer, Checkpointed):
         optimizer.load_checkpoint_state(state)
         return
@@ -218,12 +223,23 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: Tree) -> None:
             f"{len(optimizer.param_groups)} parameter groups here, {len(groups)} in the checkpoint: "
             "group the parameters as they were, or load the model only"
         )
-    for group, stored in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in stored.items():
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in _stored_group(group, groups, number, names).items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _stored_group(group: Tree, groups: list[Tree], number: int, names: Mapping[int, str]) -> Tree:
+    """The settings of the stored group that holds most of these parameters; of an early version, which kept
+    no members, those at the same place."""
+    mine = {names.get(id(parameter), "") for parameter in group["params"]}
+    same = max(groups, key=lambda stored: len(mine.intersection(stored.get(MEMBERS, ()))))
+    if mine.isdisjoint(same.get(MEMBERS, ())):
+        same = groups[number]
+    return {key: value for key, value in same.items() if key != MEMBERS}
 
 
 def _plain(value: Any) -> Any:

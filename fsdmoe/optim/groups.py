@@ -40,7 +40,12 @@ class NamedGroup:
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:
     """What is decayed by default: biases of experts have two dims, and one is the expert."""
-    return parameter.dim() >= 2 and not name.endswith("bias")
+    return is_matrix_of(name, parameter.dim())
+
+
+def is_matrix_of(name: str, num_dims: int) -> bool:
+    """The same of a parameter that is not here."""
+    return num_dims >= 2 and not name.endswith("bias")
 
 
 def assign(model: nn.Module, groups: Sequence[GroupConfig]) -> dict[nn.Parameter, GroupConfig]:

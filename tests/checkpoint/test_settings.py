@@ -117,6 +117,25 @@ def test_state_that_an_optimizer_keeps_in_its_groups_comes_back(tmp_path: Path) 
     assert resumed.param_groups[0]["k"] == 17
 
 
+def test_groups_are_known_by_their_members_in_any_order(tmp_path: Path) -> None:
+    one, other = model(), model()
+    rates = {1: 1e-5, 2: 1e-3}
+
+    def grouped(built: torch.nn.Module, dims: tuple[int, int], lr: float | None = None) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in built.parameters() if min(p.dim(), 2) == dim], "lr": lr or rates[dim]}
+                for dim in dims
+            ]
+        )
+
+    checkpoint.save(tmp_path / "ckpt", one, grouped(one, (2, 1)))
+    resumed = grouped(other, (1, 2), lr=0.5)
+    checkpoint.load(tmp_path / "ckpt", other, resumed)
+    assert [group["lr"] for group in resumed.param_groups] == [1e-5, 1e-3]
+    assert all("members" not in group for group in resumed.param_groups)
+
+
 def resume_ours(folder: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], bool]:
     """fsdmoe's AdamW: its settings after a load, after torch's load_state_dict, and whether it goes on as one
     whose settings were changed by hand."""
