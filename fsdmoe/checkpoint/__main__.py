@@ -22,7 +22,7 @@ from rich.text import Text
 from fsdmoe.checkpoint.adapter_export import Layout, to_adapter
 from fsdmoe.checkpoint.adapter_merge import MergePolicy, merge_adapter
 from fsdmoe.checkpoint.agree import from_first, together
-from fsdmoe.checkpoint.catalog import entries, require, retain
+from fsdmoe.checkpoint.catalog import all_entries, require, retain
 from fsdmoe.checkpoint.compare import differences
 from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
 from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
@@ -278,7 +278,7 @@ def _list(options: argparse.Namespace, console: Console) -> int:
     root, _, _ = together(lambda: require(options.path))
     storage = open_storage(root)
     rows = []
-    for entry in entries(storage):
+    for entry in all_entries(storage):
         index = open_verified(storage, entry.name, "fast") if entry.serial else None
         size = decimal(sum(file.num_bytes for file in index.files.values())) if index else "unreadable"
         rows.append((entry.name, size, str(index.about.get("written", "")) if index else ""))
@@ -298,7 +298,7 @@ def _prune(options: argparse.Namespace, console: Console) -> int:
     if holder := from_first(lambda: _run_of(root)):
         console.print(f"{root}: {holder}, holds this folder and may be running; it goes on saving here")
     gone = from_first(lambda: retain(storage, options.keep_last, options.keep_every))
-    kept = [entry.name for entry in from_first(lambda: entries(storage))]
+    kept = [entry.name for entry in from_first(lambda: all_entries(storage))]
     console.print(f"{root}: deleted {', '.join(gone) or 'nothing'}; kept {', '.join(kept)}")
     return 0
 

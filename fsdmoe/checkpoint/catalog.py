@@ -48,8 +48,16 @@ def name_for(step: int, taken: list[str]) -> str:
 
 
 def entries(storage: Storage) -> list[Entry]:
-    """Whole checkpoints, the newest first. One whose manifest cannot be read may be the newest: it stands
-    before all others, so that whoever wants the newest finds it damaged and says so."""
+    """Whole checkpoints that a run has saved, the newest first. One whose manifest cannot be read may be the
+    newest: it stands before all others, so that whoever wants the newest finds it damaged and says so.
+
+    Folders of other names were put there by a person (a base model, a copy to keep): no run goes on from them
+    by itself, and none deletes them."""
+    return [entry for entry in all_entries(storage) if entry.step >= 0]
+
+
+def all_entries(storage: Storage) -> list[Entry]:
+    """The same with those of any name."""
     found = [Entry(name, peek_serial(storage, name), _step_of(name)) for name in storage.names()]
     return sorted(found, key=lambda entry: (entry.serial or math.inf, entry.step), reverse=True)
 
@@ -65,7 +73,8 @@ def retain(storage: Storage, keep_last: int, keep_every: int, damaged: Container
     try:
         for name in storage.sweep():
             logger.warning("%s/%s is still there after its deletion; it is tried again", storage.root, name)
-        whole = [entry for entry in entries(storage) if entry.serial and entry.name not in damaged]
+        found = entries(storage) or all_entries(storage)  # a program of one's own may have named them all
+        whole = [entry for entry in found if entry.serial and entry.name not in damaged]
         for name in _passing(whole[max(1, keep_last) :], keep_every):
             if _is_deleted(storage, name):
                 gone.append(name)
@@ -110,7 +119,7 @@ def resolve(path: StrPath, limits: Limits | None = None) -> tuple[str, list[str]
     if storage.size(name, MANIFEST) is not None or is_hf_folder(storage, name):
         return storage.root, [name], True
     folder = storage if name == LATEST_WORD else open_storage(text, limits)
-    found = entries(folder)
+    found = entries(folder) or all_entries(folder)
     run = open_storage(f"{text}/{RUN_FOLDER}", limits)
     if not found and name != LATEST_WORD and (inside := entries(run)):
         folder, found = run, inside

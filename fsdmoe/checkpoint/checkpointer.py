@@ -132,7 +132,7 @@ class Checkpointer(Saver):
         """
         loaded = None
         goes_on = not self._begins_a_course()
-        if self._place == "none" and self._saves:
+        if self._begins_a_course() and self._saves:
             from_first(self._warn_of_deletion)
         if self._copies is not None and goes_on:
             with self._naming_the_key():
@@ -149,14 +149,18 @@ class Checkpointer(Saver):
         return values
 
     def _warn_of_deletion(self) -> None:
-        """A new run in the folder of an earlier one takes the places of its checkpoints."""
+        """A new beginning in the folder of what was before takes the places of its checkpoints."""
         old = to_be_deleted(self.storage, self.config.keep_every)
         if old:
             key = "checkpoint.folder" if self.config.folder else "train.output_dir"
+            what = "load_only_model" if self._place in ("latest", "own") else f"load = {self.config.load}"
+            whose = "of an earlier run" if self._place == "none" else "of what came before"
             logger.warning(
-                "checkpoint.load = none: %s holds checkpoints of an earlier run, which are deleted as this "
-                "one saves its own (checkpoint.keep_last = %d):%s\n  to keep them, give this run another %s",
+                "checkpoint.%s: %s holds checkpoints %s, which are deleted as this run saves its own "
+                "(checkpoint.keep_last = %d):%s\n  to keep them, give this run another %s",
+                what,
                 self.storage.root,
+                whose,
                 self.config.keep_last,
                 listed(old, 5),
                 key,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fsdmoe.checkpoint.addresses import open_address
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import LATEST, MANIFEST, MARKER, METADATA
+from fsdmoe.checkpoint.format import LATEST, MANIFEST, MARKER, METADATA, parse_manifest
 
 T = TypeVar("T")
 
@@ -89,8 +89,9 @@ class ObjectStorage:
             done += len(buffer)
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._at(name, MARKER))
+        for file in (MARKER, MANIFEST):  # first: what is left of it is no checkpoint
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._at(name, file))
         self._remove(name)
 
     def sweep(self) -> list[str]:
@@ -123,14 +124,24 @@ class ObjectStorage:
         return None
 
     def _folders(self) -> list[tuple[str, bool]]:
-        """Paths, and whether a marker says that all is there."""
+        """Paths, and whether all is there."""
         self._fs.invalidate_cache()
         try:
             listed = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
         paths = [entry["name"].rstrip("/") for entry in listed if entry["type"] == "directory"]
-        return [(path, self._size(f"{path}/{MARKER}") is not None) for path in paths]
+        return [(path, self._is_whole(path)) for path in paths]
+
+    def _is_whole(self, path: str) -> bool:
+        """By its marker, or by the files that its manifest names: one that was copied here has no marker."""
+        if self._size(f"{path}/{MARKER}") is not None:
+            return True
+        try:
+            files, _, _ = parse_manifest(self._fs.cat_file(f"{path}/{MANIFEST}"), path)
+        except (FileNotFoundError, DamagedCheckpointError):
+            return False
+        return all(self._size(f"{path}/{file}") == record.num_bytes for file, record in files.items())
 
     def _at(self, *parts: str) -> str:
         return "/".join((self._root, *parts))

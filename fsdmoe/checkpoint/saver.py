@@ -105,7 +105,14 @@ class Saver:
         ``in_background``: as far as ``checkpoint.asynchronous`` and the host's memory allow it.
         """
         asked = time.perf_counter()
-        Saver.wait(self)  # a subclass may wait for more than its saves
+        try:
+            Saver.wait(self)  # a subclass may wait for more than its saves
+        except Exception as error:  # once too often: the run ends, with what the storage takes by now
+            self.save(step, parts, in_background=False)
+            if in_background:
+                raise
+            logger.error("the save before the last has failed: %s", error)
+            return
         began = time.perf_counter()
         tensors, values = together(lambda: snapshot(parts, self._meshes))
         about = describe({"step": step, "run": self._about, **about_parts(parts, self._meshes)})

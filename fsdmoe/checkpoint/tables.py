@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fsdmoe.checkpoint.agree import world
-from fsdmoe.checkpoint.catalog import entries
+from fsdmoe.checkpoint.catalog import all_entries
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.storage import Storage
 from fsdmoe.checkpoint.tree import SEPARATOR
@@ -48,7 +48,7 @@ def folder_table(storage: Storage) -> Table:
             f"#{entry.serial}" if entry.serial else "unreadable",
             "<-" if entry.name == pointed else "",
         )
-        for entry in entries(storage)
+        for entry in all_entries(storage)
     ]
     return table(("checkpoint", "step", "finished as", "latest"), rows, storage.root)
 

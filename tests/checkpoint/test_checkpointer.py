@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from fsdmoe import checkpoint
 from fsdmoe.checkpoint import RUN_FOLDER, CheckpointConfig, Checkpointer, CheckpointError, staging
 from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.errors import ConfigError
@@ -446,6 +448,34 @@ def test_a_full_disk_costs_the_new_checkpoint_only(
     one.save(8, parts(8))
     one.close()
     assert names(tmp_path) == ["step_00000008"]
+
+
+def test_the_save_after_a_failed_one_is_made(tmp_path: Path) -> None:
+    one = saver(tmp_path, asynchronous=True)
+    one.storage = FullStorage(tmp_path)
+    for last, step in enumerate((2, 6)):
+        FullStorage.full = True
+        one.save(step, parts(step))
+        one.join()
+        FullStorage.full = False
+        if last:  # the run ends here in any case
+            one.save(step + 2, parts(step + 2), in_background=False)
+        else:
+            with pytest.raises(CheckpointError, match="no space left"):
+                one.save(step + 2, parts(step + 2))
+        assert names(tmp_path)[-1] == f"step_{step + 2:08d}"
+    one.close()
+
+
+def test_folders_of_other_names_are_neither_resumed_nor_deleted(tmp_path: Path) -> None:
+    one = saver(tmp_path, keep_last=1)
+    save_and_wait(one, 2)
+    shutil.copytree(tmp_path / "step_00000002", tmp_path / "best")
+    checkpoint.save(tmp_path / "base", step=99)  # newer than all
+    assert saver(tmp_path).load(parts(0))["step"] == 2  # type: ignore[index]
+    save_and_wait(one, 4)
+    one.close()
+    assert names(tmp_path) == ["base", "best", "step_00000004"]
 
 
 def save_and_wait(one: Checkpointer, step: int) -> None:
