@@ -168,10 +168,10 @@ def problems_of_shared_checkpoints(file: Path, mapping: Mapping[str, Any], confi
     """Why a new run by the kept configuration of another one would go on with that one's checkpoints, and
     delete them as it saves its own."""
     folder, now = config.checkpoint.folder, Path(config.train.output_dir).expanduser()
-    tables = [mapping.get(name) for name in ("train", "checkpoint")]
-    if not folder or not all(isinstance(table, dict) for table in tables):
+    train, checkpoint = mapping.get("train"), mapping.get("checkpoint")
+    if not folder or not isinstance(train, dict) or not isinstance(checkpoint, dict):
         return []
-    other, held = tables[0].get("output_dir", ""), tables[1].get("folder", "")
+    other, held = train.get("output_dir", ""), checkpoint.get("folder", "")
     is_kept = file.read_text(encoding="utf-8").startswith(_TOP)
     is_its_own = now.resolve() in (Path(other).expanduser().resolve(), file.expanduser().resolve().parent)
     if not is_kept or is_its_own or held != folder:
