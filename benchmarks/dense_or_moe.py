@@ -9,8 +9,7 @@ step. The MoE keeps the rows of its experts for backward (``memory.keep = "rows"
 memory of both.
 
 Curves have steps of 32,768 tokens: the dense model learns more in four minutes of these than of larger ones.
-The weights of a token's eight experts sum to 1; the MoE's are multiplied by eight there, so that it starts as
-the dense MLP does, of which its experts are parts.
+The MoE's routers are balanced by a bias there, and by a small term for each sequence.
 
     python benchmarks/dense_or_moe.py                         about 5 minutes on one H200
     python benchmarks/dense_or_moe.py --profile               and where a step's GPU time goes
@@ -61,12 +60,9 @@ LARGE = {
     "model.num_attention_heads": "9", "model.num_key_value_heads": "9", "model.head_dim": "128",
     "model.intermediate_size": "3072", "model.num_experts": "64", "model.num_experts_per_tok": "8",
     "model.moe_intermediate_size": "384", "model.vocab_size": "32768", "data.seq_len": "2048",
-    "optim.lr": "1e-3", "optim.warmup_steps": "100",
+    "optim.lr": "2e-3", "optim.warmup_steps": "100",
 }  # fmt: skip
-LEARNING = {
-    "model.routed_scaling_factor": "8",
-    "experts.balance.sequence": "0", "experts.balance.micro_batch": "0.01",
-}  # fmt: skip
+LEARNING = {"experts.balance.sequence": "1e-3", "experts.balance.bias_rate": "1e-3"}
 """Of the MoE whose loss counts."""
 TINY = {
     "precision.param_dtype": "float32", "model.hidden_size": "32", "model.num_hidden_layers": "2",
