@@ -175,6 +175,8 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     index, base = _apart(index, [key for _, tree in coded for key in split_tree(tree)[0]])
 
     def act() -> Tree:
+        if policy.strict:
+            _refuse_tied(f"{storage.root}/{name}", index, parts)
         _refuse_other_mathematics(f"{storage.root}/{name}", index, parts)
         tree, fitting = _to_fill(index, parts, policy)
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
@@ -291,6 +293,20 @@ def _refuse_other_mathematics(where: str, index: Index, parts: Mapping[str, Any]
 def _is_native(config: Any) -> bool:
     is_record = dataclasses.is_dataclass(config) and not isinstance(config, type)
     return is_record and hasattr(config, "architecture") and not hasattr(config, "to_dict")
+
+
+def _refuse_tied(where: str, index: Index, parts: Mapping[str, Any]) -> None:
+    """Raise where two tensors are stored, each with values of its own, and are one parameter here."""
+    for key, part in parts.items():
+        if not isinstance(part, nn.Module):
+            continue
+        for alias, owner in tied_names(part).items():
+            if f"{key}/{alias}" in index.tensors and f"{key}/{owner}" in index.tensors:
+                raise CheckpointError(
+                    f"{where}: {alias} and {owner} are two tensors with different values, and one parameter "
+                    "of this model: set tie_word_embeddings = false in the config.json, or in the "
+                    "configuration that the model is built from"
+                )
 
 
 def snapshot(parts: Mapping[str, Any], meshes: Meshes | None) -> tuple[dict[str, torch.Tensor], Tree]:

@@ -11,7 +11,7 @@ unknown to transformers     as in memory, to read a folder: the model says wheth
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -24,6 +24,7 @@ from fsdmoe.checkpoint.tree import Tree
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
+_TIED = "tie_word_embeddings"
 
 
 class Convention(Protocol):
@@ -74,6 +75,28 @@ def names_to_read(config: Tree, *, native: bool = False) -> Convention:
     except CheckpointError as error:
         logger.warning("names of weights are taken to be those in memory: %s", error)
         return NAMES_AS_IN_MEMORY
+
+
+def tied_by(config: Tree, names: Convention) -> dict[str, str]:
+    """Names of parameters that a config.json ties, with the name each is saved under."""
+    if names.tied is not None:
+        return names.tied
+    is_tied = config.get(_TIED)
+    return {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
+
+
+def config_as_held(config: Tree, names: Convention, held: Container[str]) -> Tree:
+    """The configuration of a model that holds these tensors in memory: ``tie_word_embeddings`` is false there
+    where both of a tied pair are held, each with values of its own. ``from_pretrained`` makes such a model of
+    a folder with both, and so does an adapter whose trained head is merged."""
+    apart = any(alias in held and owner in held for alias, owner in tied_by(config, names).items())
+    return _untied(config) if apart else config
+
+
+def _untied(config: Tree) -> Tree:
+    """With those of its parts that have the key."""
+    parts = {k: _untied(v) for k, v in config.items() if isinstance(v, dict) and _TIED in v}
+    return config | parts | {_TIED: False}
 
 
 def check_written(names: Convention, written: Mapping[str, Shape], extra: set[str], config: Tree) -> None:

@@ -27,7 +27,7 @@ from fsdmoe.checkpoint.deployed import (
     quantization_config,
     read_roundings,
 )
-from fsdmoe.checkpoint.disk_names import Convention, check_written, disk_names
+from fsdmoe.checkpoint.disk_names import Convention, check_written, config_as_held, disk_names
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, Shape, is_scale_history
 from fsdmoe.checkpoint.gpt_oss import on_disk
@@ -134,6 +134,9 @@ def to_hf(
     config = policy.config or export_config(index.about)
     tokenizer = policy.files_from or from_first(lambda: _tokenizer_of(index.about))
     names = disk_names(config, native=_is_native(index))
+    stated, config = config, config_as_held(config, names, _held(index))
+    if config is not stated:
+        names = disk_names(config, native=_is_native(index))
     tensors = plan_tensors(index, names, config, policy.dtype)
     further = {tensor.disk for tensor in tensors if tensor.is_further}
     shapes = {tensor.disk: tensor.piece.disk_shape for tensor in tensors}
@@ -255,6 +258,11 @@ def _tokenizer_of(about: Tree) -> str | None:
 def _is_native(index: Index) -> bool:
     """Of gpt-oss, whose router has another name in the native decoder; of others it makes no difference."""
     return not any(".mlp.router." in name for name in index.tensors)
+
+
+def _held(index: Index) -> set[str]:
+    """Names in memory of the model's tensors."""
+    return {name.removeprefix("model/") for name in index.tensors if name.startswith("model/")}
 
 
 def averaged(name: str, index: Index) -> Index:

@@ -9,13 +9,14 @@ numbers once they are read, a matrix or an expert at a time; everything else is 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from fsdmoe.checkpoint.blocks import FileRecord
-from fsdmoe.checkpoint.disk_names import Convention, names_to_read
+from fsdmoe.checkpoint.disk_names import Convention, names_to_read, tied_by
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import (
     Index,
@@ -42,6 +43,7 @@ from fsdmoe.checkpoint.tree import Tree
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 SCALE_SUFFIX = ".weight_scale_inv"
+_COMPARED = 1 << 24  # bytes at a time
 _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 
 
@@ -53,6 +55,8 @@ class HFFolder:
     files: dict[str, FileRecord]
     native: bool = False
     """Pieces are those of a native decoder, which needs no transformers; its layout differs for gpt-oss."""
+    is_same: Callable[[StoredTensor, StoredTensor], bool] | None = None
+    """Whether two tensors of the folder hold the same values; None takes a tied pair to be one tensor."""
 
     @cached_property
     def names(self) -> Convention:
@@ -63,13 +67,20 @@ class HFFolder:
         """Names under which the model may look for a tensor that is stored as another's, in a checkpoint."""
         return {f"model/{alias}": f"model/{owner}" for alias, owner in self._tied.items()}
 
-    @property
+    @cached_property
     def _tied(self) -> dict[str, str]:
-        stated = self.names.tied
-        if stated is None:
-            is_tied = self.config.get("tie_word_embeddings")
-            stated = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-        return stated
+        """Without pairs of which both are here with different values: ``from_pretrained`` does not tie those,
+        whatever config.json says."""
+        stated = tied_by(self.config, self.names)
+        if not stated or self.is_same is None:
+            return stated
+        found = [self.names.from_disk(name, tensor.shape) for name, tensor in self.readable.items()]
+        disk = {piece.memory: self.readable[piece.disk] for piece in found if piece is not None}
+        return {
+            alias: owner
+            for alias, owner in stated.items()
+            if alias not in disk or owner not in disk or self.is_same(disk[alias], disk[owner])
+        }
 
     def scales(self) -> dict[str, str]:
         """The names of FP8 weights, with those of their scales."""
@@ -166,9 +177,25 @@ def open_hf_folder(storage: Storage, name: str) -> HFFolder:
         raise DamagedCheckpointError(
             f"{name}/{INDEX}", f"{lost} is not in {file}, which it names ({len(missing)} are missing)"
         )
-    folder = HFFolder(config, tensors, records)
+    folder = HFFolder(config, tensors, records, is_same=partial(_is_same, storage, name))
     _refuse_foreign_quantisation(name, folder)
     return folder
+
+
+def _is_same(storage: Storage, name: str, one: StoredTensor, other: StoredTensor) -> bool:
+    """Compared byte by byte, up to the first difference."""
+    (box,), (twin,) = one.boxes, other.boxes
+    if (one.dtype, one.shape) != (other.dtype, other.shape) or box.codes or twin.codes:
+        return False
+    size = torch.Size(one.shape).numel() * one.dtype.itemsize
+    mine, others = bytearray(min(size, _COMPARED)), bytearray(min(size, _COMPARED))
+    for start in range(0, size, _COMPARED):
+        count = min(size - start, _COMPARED)
+        storage.read_into(name, box.file, box.at + start, [memoryview(mine)[:count]])
+        storage.read_into(name, twin.file, twin.at + start, [memoryview(others)[:count]])
+        if mine[:count] != others[:count]:
+            return False
+    return True
 
 
 def _weight_map(storage: Storage, name: str) -> dict[str, str] | None:

@@ -11,7 +11,7 @@ To another process: :mod:`fsdmoe.huggingface.refit_link`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from fsdmoe.checkpoint.disk_names import (
     NAMES_AS_IN_MEMORY,
     Convention,
     architectures_of,
+    config_as_held,
     disk_names,
     names_to_read,
 )
@@ -100,10 +101,11 @@ def _converted(
 
 
 def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Iterator[tuple[str, Tensor]]:
-    convention = NAMES_AS_IN_MEMORY if names == "memory" else _convention(model)
     _refuse_adapters(model)
     refuse_codes(model, "is sent")
-    for name, tensor in model_state(model).items():
+    state = model_state(model)
+    convention = NAMES_AS_IN_MEMORY if names == "memory" else _convention(model, state)
+    for name, tensor in state.items():
         if is_adapter_name(name):
             continue
         whole, first_expert = _gathered(tensor, experts)
@@ -120,16 +122,20 @@ def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Itera
                 yield piece.disk, part.reshape(piece.disk_shape)
 
 
-def _convention(model: nn.Module) -> Convention:
+def _convention(model: nn.Module, held: Container[str]) -> Convention:
     """How inference engines name the model's weights; a module that is no model of transformers or ours keeps
-    its names."""
+    its names. Two tensors that are held, each with values of its own, are not tied, whatever the
+    configuration says."""
     config: Any = getattr(model, "config", None)
     if isinstance(config, ModelConfig):
         stated = {"model_type": config.architecture, "num_hidden_layers": config.num_hidden_layers}
         return disk_names(stated, native=True)
     if not hasattr(config, "to_dict"):
         return NAMES_AS_IN_MEMORY
-    return names_to_read(config.to_dict() | architectures_of(model, config))
+    stated = config.to_dict() | architectures_of(model, config)
+    names = names_to_read(stated)
+    as_held = config_as_held(stated, names, held)
+    return names if as_held is stated else names_to_read(as_held)
 
 
 def _refuse_adapters(model: nn.Module) -> None:

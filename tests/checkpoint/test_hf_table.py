@@ -108,3 +108,51 @@ def test_a_folder_of_a_wrapped_family_goes_through_a_checkpoint_and_back(tmp_pat
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+def test_a_head_of_its_own_is_kept_whatever_the_configuration_says(family: str, tmp_path: Path) -> None:
+    """As in transformers: a tied pair is one parameter unless both are in the folder and differ."""
+    from transformers import AutoModelForCausalLM
+
+    tiny_model(family).save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", experts_implementation="eager")
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    wanted = logits(model)
+
+    torch.nn.init.zeros_(model.lm_head.weight)
+    checkpoint.load(tmp_path / "hf", model)
+    torch.testing.assert_close(logits(model), wanted, atol=0, rtol=0)
+    one = AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight and .* set tie_word_embeddings = false"):
+        checkpoint.load(tmp_path / "hf", one)
+
+    checkpoint.save(tmp_path / "saved", model)
+    from_hf(tmp_path / "hf", tmp_path / "converted")
+    for source in ("saved", "converted"):
+        to_hf(tmp_path / source, tmp_path / f"{source}_hf")
+        stated = json.loads((tmp_path / f"{source}_hf/config.json").read_text())
+        assert stated["tie_word_embeddings"] is False
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / f"{source}_hf")
+        torch.testing.assert_close(logits(again), wanted)
+
+
+def test_a_tied_pair_that_is_stored_twice_is_one_parameter(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(tiny_config("olmoe", tie_word_embeddings=True)).save_pretrained(
+        tmp_path / "hf"
+    )
+    file = tmp_path / "hf/model.safetensors"
+    tensors = load_file(file)
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"}
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    wanted = logits(model)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    checkpoint.load(tmp_path / "hf", model)
+    torch.testing.assert_close(logits(model), wanted, atol=0, rtol=0)

@@ -49,3 +49,21 @@ def test_projections_are_fp8_with_a_scale_a_block_and_the_rest_is_bfloat16() -> 
     assert "model.layers.0.self_attn.q_proj.weight" in scaled
     for kept in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight"):
         assert torch.equal(found[kept], plain[kept].bfloat16())
+
+
+def sent_head() -> dict[str, tuple[Tensor, Tensor]]:
+    """A model whose configuration ties two weights that differ here, as after an adapter's head is merged."""
+    model = tiny_hf("qwen2_moe")
+    model.config.tie_word_embeddings = True  # type: ignore[union-attr]
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    found = {
+        name: value
+        for bucket in iterate_weights(parallelize(model, build_meshes()))
+        for name, value in bucket.items()
+    }
+    return {name: (found[name], own[name]) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+
+
+def test_a_head_of_its_own_is_sent_whatever_the_configuration_says() -> None:
+    for found, wanted in run_ranks(sent_head, 1)[0].values():
+        assert torch.equal(found, wanted)
