@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from fsdmoe.experts.config import ExpertsConfig
@@ -35,11 +36,13 @@ class NativeKind:
     own_attention = False
     """True where attention is the model's own: it follows a plan only where rows are split, or heads over
     ``tp``."""
-    dtype_of = None
-    """What each parameter computes in where no policy was given; None: as ``PrecisionConfig`` says."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
+
+    def dtype_of(self, param_dtype: torch.dtype | None) -> None:
+        """What each parameter computes in, for ``param_dtype`` of the policy (None where none was given).
+        None: as ``PrecisionConfig`` says."""
 
     def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
         """While all parameters are whole: say what ``tp`` splits, and find which layers of a wrapped model

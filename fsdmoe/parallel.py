@@ -181,7 +181,7 @@ def parallelize(
     kind = kind_of(model)
     is_native = isinstance(kind, NativeKind)
     inner = model if isinstance(model, Decoder) else peel(model)
-    dtype_of = kind.dtype_of if policy is None else None
+    dtype_of = kind.dtype_of(None if policy is None else policy.sharding.param_dtype)
     policy = policy or ParallelPolicy()
     sharding = policy.sharding if dtype_of is None else replace(policy.sharding, dtype_of=dtype_of)
     named = {f"policy.{each.name}": repr(getattr(policy, each.name)) for each in fields(policy) if each.init}

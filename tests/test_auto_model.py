@@ -39,7 +39,8 @@ def test_both_kinds_take_the_arguments_of_a_causal_lm_by_their_names() -> None:
 
 def test_without_a_policy_a_wrapped_model_computes_in_its_own_dtypes() -> None:
     half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    dtype_of = kind_of(nn.Linear(2, 2)).dtype_of
+    dtype_of = kind_of(nn.Linear(2, 2)).dtype_of(None)
     assert dtype_of is not None
     assert dtype_of("weight", half) == torch.bfloat16
-    assert kind_of(build_model(ModelConfig())).dtype_of is None
+    assert kind_of(nn.Linear(2, 2)).dtype_of(torch.bfloat16) is None
+    assert kind_of(build_model(ModelConfig())).dtype_of(None) is None

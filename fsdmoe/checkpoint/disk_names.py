@@ -35,6 +35,10 @@ class Convention(Protocol):
         """Names of tied parameters, with the name each is saved under; None where config.json says it."""
         ...
 
+    def is_in_float32(self, name: str) -> bool:
+        """Whether transformers keeps it in float32, whatever the dtype of the model."""
+        ...
+
     def to_disk(self, name: str, shape: Shape) -> list[Piece]:
         """The tensors on disk that a tensor in memory becomes."""
         ...

@@ -291,7 +291,8 @@ def plan_tensors(
         section, _, memory = full.partition("/")
         if section != "model" or is_scale_history(memory):
             continue
-        keep = wanted is None or memory.endswith(KEEP_DTYPE) or not stored.dtype.is_floating_point
+        keep = memory.endswith(KEEP_DTYPE) or names.is_in_float32(memory)
+        keep = keep or wanted is None or not stored.dtype.is_floating_point
         kind = stored.dtype if keep else wanted
         assert kind is not None
         for piece in names.to_disk(memory, stored.shape):

@@ -82,6 +82,10 @@ class Names:
         layers = layers if isinstance(layers, int) else None
         return cls(kind == "mixtral", layers, is_gpt_oss, native and is_gpt_oss)
 
+    def is_in_float32(self, name: str) -> bool:
+        """Whether transformers keeps it in float32, whatever the dtype of the model."""
+        return name.endswith(".e_score_correction_bias")
+
     def from_disk(self, name: str, shape: tuple[int, ...]) -> Piece | None:
         """Where a tensor on disk belongs; None for what is not kept (copies, rotary tables)."""
         memory = self._renamed(name)

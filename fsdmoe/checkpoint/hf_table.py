@@ -66,6 +66,7 @@ class TransformersNames:
         self._shapes: dict[str, Shape] = {
             name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in self.tied
         }
+        self._kept = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
         self._loading = _Loading(model)
         pieces = _checked(_saved_pieces(model, self._shapes), self._loading)
         pieces = pieces or _checked(_pieces_as_they_are(self._shapes), self._loading)
@@ -83,6 +84,10 @@ class TransformersNames:
     def disk_shapes(self) -> dict[str, Shape]:
         """Every tensor of a folder that holds the model and nothing else; those without elements too."""
         return {piece.disk: piece.disk_shape for each in self._by_memory.values() for piece in each}
+
+    def is_in_float32(self, name: str) -> bool:
+        """Whether transformers keeps it in float32, whatever the dtype of the model."""
+        return any(re.search(pattern.replace("*", ".*"), name) for pattern in self._kept)
 
     def to_disk(self, name: str, shape: Shape) -> list[Piece]:
         """The tensors on disk that a tensor in memory becomes."""

@@ -30,6 +30,7 @@ from fsdmoe.checkpoint.hf_export import KEEP_DTYPE
 from fsdmoe.checkpoint.parts import model_state, refuse_codes
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import Engine, ShardedTensor, engine_of, is_fully_sharded
+from fsdmoe.huggingface.kept_float32 import names_in_float32
 from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.mesh import Axis
 from fsdmoe.optim import clip_grad_norm
@@ -195,11 +196,11 @@ def whole_weights(
     Collective, one tensor at a time."""
     if not any(map(has_factors, model.modules())):  # else the adapters are wanted
         refuse_codes(model, "is saved whole")
-    found = {}
+    found, is_kept = {}, names_in_float32(model)
     for name, tensor in model_state(model).items():
         whole = tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
         if keep:
-            casts = whole.is_floating_point() and not name.endswith(KEEP_DTYPE)
+            casts = whole.is_floating_point() and not name.endswith(KEEP_DTYPE) and not is_kept(name)
             found[name] = whole.to("cpu", dtype if dtype is not None and casts else whole.dtype)
     return found
 

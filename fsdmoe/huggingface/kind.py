@@ -22,6 +22,7 @@ from fsdmoe.huggingface.expert_spec import ExpertsSpec
 from fsdmoe.huggingface.fused_layers import FusedLayers
 from fsdmoe.huggingface.generation import generate_together
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
+from fsdmoe.huggingface.kept_float32 import DtypeOf, dtype_of, widen_buffers
 from fsdmoe.huggingface.lora_init import LaterValues, with_adapters
 from fsdmoe.huggingface.lora_life import connect_adapters
 from fsdmoe.huggingface.lora_routers import connect_other_parameters
@@ -61,12 +62,12 @@ class WrappedKind:
         """Modules that somebody else has split."""
         self._fused: FusedLayers | None = None
 
-    @staticmethod  # the engine keeps it, and must not keep the twin with it
-    def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
-        """That of the parameter itself."""
-        return parameter.dtype
+    def dtype_of(self, param_dtype: torch.dtype | None) -> DtypeOf | None:
+        """That of the parameter itself, where no policy says one; what the model keeps in float32 is kept."""
+        return dtype_of(self._model, param_dtype)  # the engine keeps it, and must not keep the twin with it
 
     def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
+        widen_buffers(self._model)
         tensors = (*self._model.parameters(), *self._model.buffers())
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
         refuse_unknown_adapters(self._model)

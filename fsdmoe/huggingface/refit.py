@@ -32,6 +32,7 @@ from fsdmoe.checkpoint.parts import model_state, refuse_codes
 from fsdmoe.checkpoint.quantised import is_projection, quantise
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor
+from fsdmoe.huggingface.kept_float32 import names_in_float32
 from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.huggingface.peft_modules import modules_to_save
 from fsdmoe.mesh import Axis
@@ -61,7 +62,7 @@ def iterate_weights(
         dtype: What floating-point weights are cast to; None keeps each one's own. ``fp8_blocks`` gives the
             projections of attention and MLPs in DeepSeek-V3's format: float8_e4m3fn, and next to each
             ``weight`` a ``weight_scale_inv`` in fp32, one number for a block of 128 x 128; the rest in
-            bfloat16.
+            bfloat16. What the model keeps in float32 (biases that choose experts) is not cast.
         bucket_bytes: A bucket is closed before it would exceed this.
 
     Yields:
@@ -73,8 +74,9 @@ def iterate_weights(
         )
     bucket: dict[str, Tensor] = {}
     size = 0
+    is_kept = names_in_float32(model)
     for name, value in _named_tensors(model, names, experts):
-        entries = _converted(name, value, dtype)
+        entries = {name: value} if is_kept(name) else _converted(name, value, dtype)
         num_bytes = sum(entry.nbytes for entry in entries.values())
         if bucket and size + num_bytes > bucket_bytes:
             yield bucket
