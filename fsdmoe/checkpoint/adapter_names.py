@@ -25,6 +25,8 @@ COPIES = "modules_to_save"
 SHELL = "base_model.model."
 BASE = "base_layer"
 ORIGINAL = "original_module"
+INITIAL = (True, False, None, "gaussian", "orthogonal")
+"""What ``init_lora_weights`` may be of adapters whose base is as it was."""
 _PARTS = (*FACTORS, *EMBEDDING_FACTORS, MAGNITUDE, COPIES)
 
 

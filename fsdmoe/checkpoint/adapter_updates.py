@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdmoe.checkpoint.adapter_names import BASE, EMBEDDING_FACTORS, FACTORS, MAGNITUDE, SHELL
+from fsdmoe.checkpoint.adapter_names import BASE, EMBEDDING_FACTORS, FACTORS, INITIAL, MAGNITUDE, SHELL
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Shape
 from fsdmoe.checkpoint.saved_box import Boxes, SavedBox
@@ -43,7 +43,6 @@ _KNOWN = frozenset((
     "use_dora", "use_rslora",
 ))  # fmt: skip
 # Other initialisations change the base as well: what was trained is not a sum with the base as it is.
-_INITIAL = (True, False, None, "gaussian", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def refuse_other_kinds(where: str, config: Tree) -> None:
     kind = config.get("peft_type", "LORA")
     wrong = [] if kind == "LORA" else [f"peft_type: expected LORA, got {kind}"]
     initial = config.get("init_lora_weights", True)
-    if initial not in _INITIAL:
+    if initial not in INITIAL:
         wrong.append(
             f"init_lora_weights: expected one that leaves the base as it is, got {initial!r}; save it as "
             "plain LoRA with peft (path_initial_model_for_weight_conversion of save_pretrained)"

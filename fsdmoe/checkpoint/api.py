@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdmoe.all_ranks import require_alike
 from fsdmoe.boxes import overlap
-from fsdmoe.checkpoint.adapter_names import SHELL, is_adapter_name, stored_name
+from fsdmoe.checkpoint.adapter_names import INITIAL, SHELL, is_adapter_name, stored_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.deployed import describe_roundings
@@ -177,6 +177,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     def act() -> Tree:
         if policy.strict:
             _refuse_tied(f"{storage.root}/{name}", index, parts)
+        _refuse_over_residual(f"{storage.root}/{name}", index, parts)
         _refuse_other_mathematics(f"{storage.root}/{name}", index, parts)
         tree, fitting = _to_fill(index, parts, policy)
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
@@ -306,6 +307,22 @@ def _refuse_tied(where: str, index: Index, parts: Mapping[str, Any]) -> None:
                     f"{where}: {alias} and {owner} are two tensors with different values, and one parameter "
                     "of this model: set tie_word_embeddings = false in the config.json, or in the "
                     "configuration that the model is built from"
+                )
+
+
+def _refuse_over_residual(where: str, index: Index, parts: Mapping[str, Any]) -> None:
+    """Raise where adapters took their first values out of the base (PiSSA, OLoRA), and the stored weights are
+    those of a base that still has them: the model would begin with them twice."""
+    if any(map(is_adapter_name, index.tensors)):
+        return
+    for part in parts.values():
+        for adapter, config in (getattr(part, "peft_config", None) or {}).items():
+            initial = getattr(config, "init_lora_weights", True)
+            if initial not in (*INITIAL, "eva", "mica"):
+                raise CheckpointError(
+                    f"{where}: weights without adapters would replace the base that init_lora_weights = "
+                    f"{initial!r} of the adapter {adapter!r} has changed, and the model would begin as "
+                    "another; load it with from_pretrained before get_peft_model, and leave load= out"
                 )
 
 

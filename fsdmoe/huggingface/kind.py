@@ -23,7 +23,7 @@ from fsdmoe.huggingface.fused_layers import FusedLayers
 from fsdmoe.huggingface.generation import generate_together
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
 from fsdmoe.huggingface.kept_float32 import DtypeOf, dtype_of, widen_buffers
-from fsdmoe.huggingface.lora_init import LaterValues, with_adapters
+from fsdmoe.huggingface.lora_init import InitialFactor, LaterValues, initial_factors, with_adapters
 from fsdmoe.huggingface.lora_life import connect_adapters
 from fsdmoe.huggingface.lora_routers import connect_other_parameters
 from fsdmoe.huggingface.loss import fuse_loss
@@ -58,6 +58,8 @@ class WrappedKind:
         self._moe_layers: dict[str, MoE] = {}
         self._experts: dict[str, ExpertsSpec] = {}
         self._later: LaterValues | None = None
+        self._initial: dict[str, InitialFactor] = {}
+        """Of adapters, by parameter."""
         self._on_dtensors: list[str] = []
         """Modules that somebody else has split."""
         self._fused: FusedLayers | None = None
@@ -72,6 +74,7 @@ class WrappedKind:
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
         refuse_unknown_adapters(self._model)
         self._later = LaterValues(self._model)
+        self._initial = initial_factors(self._model)
         self._moe_layers = {n: m for n, m in self._model.named_modules() if isinstance(m, MoE)}
         for name, module in self._model.named_modules():
             if any(computes_on_dtensor(p) for p in module.parameters(recurse=False)):
@@ -107,7 +110,7 @@ class WrappedKind:
         if self._twin is not None:  # something lacks a value
             rebuild_buffers(self._model, self._twin, meshes.device, loading=loading)
             own = leave_to_load if loading else OwnInitializer(self._twin, seed, meshes)
-        return with_adapters(own, seed, meshes)
+        return with_adapters(own, seed, meshes, self._initial)
 
     def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
         if self._later is not None:

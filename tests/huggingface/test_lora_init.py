@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdmoe import checkpoint
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import parallelize
@@ -89,3 +90,54 @@ def test_adapters_on_the_meta_device_take_the_values_of_a_checkpoint_that_has_th
     loaded, found = run_ranks(load_into, 2, str(tmp_path), settings, True)[0]
     torch.testing.assert_close(loaded, logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found, wanted)
+
+
+def begin(folder: str, settings: dict[str, Any], on_meta: bool) -> tuple[str, dict[str, torch.Tensor]]:
+    """What is said of a start from a folder, if anything; the adapter's values."""
+    import peft
+
+    with torch.device("meta" if on_meta else "cpu"):
+        model: Any = peft.get_peft_model(
+            tiny_hf("llama", randomized=not on_meta),  # type: ignore[arg-type]
+            peft.LoraConfig(r=4, target_modules=["q_proj"], **settings),
+        )
+    try:
+        parallelize(model, build_meshes(), load=folder)
+    except (ConfigError, checkpoint.CheckpointError) as error:
+        return str(error), {}
+    return "", {name: value for name, value in values(model).items() if "lora_" in name}
+
+
+@pytest.mark.parametrize("initial", ["pissa", "olora"])
+def test_a_base_that_an_adapter_has_changed_is_not_loaded_over(tmp_path: Path, initial: str) -> None:
+    tiny_hf("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    said, _ = run_ranks(begin, 1, str(tmp_path), {"init_lora_weights": initial}, False)[0]
+    assert f"init_lora_weights = '{initial}'" in said
+    assert "leave load= out" in said
+
+
+@pytest.mark.parametrize("initial", ["orthogonal", False])
+def test_adapters_that_cannot_begin_on_the_meta_device_are_refused(tmp_path: Path, initial: Any) -> None:
+    tiny_hf("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    said, _ = run_ranks(begin, 1, str(tmp_path), {"init_lora_weights": initial}, True)[0]
+    assert 'expected True or "gaussian" for adapters on the meta device' in said
+    assert repr(initial) in said
+
+
+def test_a_gaussian_adapter_on_the_meta_device_has_the_deviation_of_its_rank(tmp_path: Path) -> None:
+    tiny_hf("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    _, found = run_ranks(begin, 1, str(tmp_path), {"init_lora_weights": "gaussian"}, True)[0]
+    drawn = torch.cat([value.flatten() for name, value in found.items() if "lora_A" in name])
+    assert 0.8 / 4 < drawn.std() < 1.2 / 4
+    assert drawn.abs().max() > 0.3, "a normal distribution, no uniform one"
+
+
+def test_magnitudes_of_new_adapters_follow_weights_that_are_loaded_over_others(tmp_path: Path) -> None:
+    base: Any = tiny_hf("llama")
+    for parameter in base.parameters():
+        parameter.data.mul_(1.5)
+    base.save_pretrained(tmp_path)
+    _, found = run_ranks(begin, 1, str(tmp_path), {"use_dora": True}, False)[0]
+    for index, layer in enumerate(base.model.layers):
+        name = f"base_model.model.model.layers.{index}.self_attn.q_proj.lora_magnitude_vector.default.weight"
+        torch.testing.assert_close(found[name], layer.self_attn.q_proj.weight.detach().norm(dim=1))
