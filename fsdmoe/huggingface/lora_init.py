@@ -58,7 +58,7 @@ def initial_factors(model: nn.Module) -> dict[str, InitialFactor]:
             if word in (*FACTORS, *EMBEDDING_FACTORS):
                 adapter = rest.split(".")[0]
                 stated = getattr(configs.get(adapter), "init_lora_weights", True)
-                found[f"{path}.{name}"] = InitialFactor(stated, layer.r[adapter])  # type: ignore[index, union-attr]
+                found[f"{path}.{name}"] = InitialFactor(stated, layer.r[adapter])
     return found
 
 
@@ -147,9 +147,10 @@ class LaterValues:
                 )
         for layer in self._layers:
             unset = [magnitude.weight for magnitude in magnitudes(layer) if _is_unset(magnitude.weight)]
-            norm_O = _norm(layer) if unset else None
-            for weight in unset:
-                weight.copy_(norm_O.to(weight.dtype))
+            if unset:
+                norm_O = _norm(layer)
+                for weight in unset:
+                    weight.copy_(norm_O.to(weight.dtype))
         for copy in self._unset:
             if any(_is_unset(parameter) for parameter in copy.module.parameters()):
                 for mine, own in copy.parameters():
