@@ -34,7 +34,15 @@ from fsdmoe.experts.dispatch.flex import FlexDispatcher, share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_codes
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_hooked, refuse_sharded
+from fsdmoe.fsdp import (
+    FSDPConfig,
+    FSDPPolicy,
+    agree_on_values,
+    engine_of,
+    refuse_hooked,
+    refuse_sharded,
+    shard_agreed,
+)
 from fsdmoe.huggingface.lora import has_factors, peel
 from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.huggingface.routing import policies_of
@@ -155,7 +163,8 @@ def parallelize(
     """Split, wrap and shard ``model`` in place, and return it. Collective.
 
     The model keeps its class, its parameter names and its outputs. Parameters on the meta device are
-    initialised shard by shard, as the model itself would, so it may be larger than a rank.
+    initialised shard by shard, as the model itself would, so it may be larger than a rank. Values that ranks
+    have filled otherwise (adapters without a seed) become those of the first rank, with a warning.
 
     Args:
         model: One of fsdmoe's decoders, one of transformers, one of these inside of a ``PeftModel`` (LoRA,
@@ -188,6 +197,7 @@ def parallelize(
     require_alike(named, "give all ranks one policy")
     if policy.depends_on_meshes or (policy.depends_on_model and not is_native):
         refuse_sections(policy.sections(model, meshes))
+    agree_on_values(inner, meshes.device)  # while it is whole: a split of other values mixes them
     kind.before_split(meshes, fused_layers=fused_layers and policy.fused_layers)
     if meshes.size(Axis.TP) > 1:
         parallelize_tensors(inner, meshes)
@@ -206,7 +216,7 @@ def parallelize(
     small_chunks = bool(memory.recompute or memory.offload) and _keep_less(inner, meshes, memory, kind)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
-    fully_shard(inner, meshes, sharding, init_fn=init_fn)
+    shard_agreed(inner, meshes, sharding, init_fn)
     if policy.precision.recipe != "bf16":
         keep_codes(engine_of(inner))
     if states:

@@ -31,7 +31,7 @@ from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.engine import ENGINE, Engine
 from fsdmoe.fsdp.grads import GradBuffer, GradSlot
-from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
+from fsdmoe.fsdp.materialize import BUILT_ALIKE, InitFn, agree_on_values, fill_group, place_buffers
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, factor_slot, plan_model
 from fsdmoe.fsdp.subclass import FlatSubclass, take_apart
@@ -52,7 +52,7 @@ def fully_shard(
     """Shard ``model`` in place over ``meshes`` and return it. Collective.
 
     Outside of forward its parameters are ``ShardedTensor`` pieces with global shapes; forward and backward
-    gather and reduce on their own.
+    gather and reduce on their own. Values that ranks have filled otherwise become those of the first rank.
 
     Args:
         model: Any module. Parameters that TP or EP split are DTensors on sub-meshes of ``meshes``.
@@ -69,7 +69,12 @@ def fully_shard(
     """
     refuse_sharded(model)
     refuse_hooked(model)
-    policy = policy or FSDPPolicy()
+    agree_on_values(model, meshes.device)
+    return shard_agreed(model, meshes, policy or FSDPPolicy(), init_fn)
+
+
+def shard_agreed(model: nn.Module, meshes: Meshes, policy: FSDPPolicy, init_fn: InitFn | None) -> nn.Module:
+    """:func:`fully_shard` of a model whose ranks agree on its values."""
     teach_torch()
     choices = select_units(model, policy)
     _check(meshes)
@@ -78,7 +83,7 @@ def fully_shard(
         subclasses = take_apart(choices, policy.fsdp.frozen_subclasses, meshes.device)
     plan = plan_model(choices, meshes, policy)
     _check_plan(plan, policy)
-    require_alike(_told(plan), "build the model alike on all of them, from the same files and arguments")
+    require_alike(_told(plan), BUILT_ALIKE)
     place_buffers(model, meshes.device)
     engine = _build(choices, subclasses, plan, meshes, policy, init_fn)
     setattr(model, ENGINE, engine)
