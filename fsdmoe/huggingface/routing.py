@@ -48,7 +48,7 @@ from fsdmoe.huggingface.router_forms import RouterForm, Trials, is_router_like, 
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.rewrites import Rewrite, computed_by, rewrite
+from fsdmoe.rewrites import Rewrite, computed_by, foreign_forward, rewrite
 
 logger = logging.getLogger(__name__)
 ADDED_BIAS = "e_score_correction_bias"
@@ -298,6 +298,7 @@ def apply_policies(
     policies = RoutingPolicies(model, routers, config, meshes)
     if routers:
         model.routing_policies = policies  # type: ignore[assignment]
+    model.policy_keys = keys  # type: ignore[assignment]
     rewrite(model, Rewrite.POLICIES, policies.run, says="balance terms in the loss")
     if meshes.rank(Axis.WORLD) == 0:
         _warn(model, routers, config)
@@ -344,6 +345,33 @@ def _forward(module: Any, x: Tensor) -> tuple[Tensor, ...]:
 def policies_of(model: nn.Module) -> RoutingPolicies | None:
     """Those of a wrapped model from ``parallelize``; None where it routes by itself."""
     return model.__dict__.get("routing_policies")
+
+
+def refuse_passed_over(model: nn.Module, trainer: str) -> None:
+    """ConfigError for policies that a trainer of TRL would pass over: its forward, asked for a fused head,
+    calls the decoder inside of the model, and not the forward that applies them."""
+    for owner in model.modules():
+        keys: tuple[str, ...] | None = owner.__dict__.get("policy_keys")
+        if keys is None or not _has_fused_head(owner):
+            continue
+        fix = "leave it out, or train with transformers.Trainer, train.py or a loop of your own"
+        if not keys:
+            config: Any = owner.config
+            if not getattr(config.get_text_config(), _SWITCH, False):
+                continue  # there is no auxiliary loss to leave out
+            keys = ("experts.balance.family",)
+            fix = f"leave it out and set {_SWITCH} = False in the model's configuration"
+        raise ConfigError(
+            f"{keys[0]}: expected no such policy with {trainer}, which calls the decoder inside of "
+            f"{type(owner).__name__} and makes the loss itself, so that it would do nothing; {fix}"
+        )
+
+
+def _has_fused_head(model: nn.Module) -> bool:
+    forward = foreign_forward(model)
+    if forward is None:
+        return False
+    return "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ from fsdmoe.huggingface.accelerator import (
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_life import whole_adapters
 from fsdmoe.huggingface.reference import settle_reference
-from fsdmoe.huggingface.routing import policies_of
+from fsdmoe.huggingface.routing import policies_of, refuse_passed_over
 from fsdmoe.optim import AdamW
 from fsdmoe.rewrites import Rewrite, rewrite
 
@@ -83,12 +83,14 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
     _refuse_unsharded(given.model)
     refuse_unfit(given.model)
     _refuse_arguments(given.args)
+    models = [getattr(given, name, None) for name in ("model", "ref_model")]  # of preference optimization
+    sharded = [each for each in models if isinstance(each, nn.Module) and is_fully_sharded(each)]
+    for model in sharded:
+        refuse_passed_over(model, type(trainer).__name__)
     settle_reference(given.model)
     given.accelerator = prepare_accelerator(given.accelerator)
-    for name in ("model", "ref_model"):  # the second is that of preference optimization
-        model = getattr(given, name, None)
-        if isinstance(model, nn.Module) and is_fully_sharded(model):
-            _let_head_compute(model)
+    for model in sharded:
+        _let_head_compute(model)
     return with_methods_of(ShardedTrainer, trainer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
 from fsdmoe.huggingface.folder import build_folder_model
-from fsdmoe.huggingface.routing import policies_of
+from fsdmoe.huggingface.routing import policies_of, refuse_passed_over
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, MeshConfig, Meshes, build_meshes
 from fsdmoe.models import Decoder, build_model
@@ -394,6 +395,34 @@ def test_biases_that_a_folder_does_not_have_begin_at_zero(tmp_path: Path, is_nat
     biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
     assert len(biases) == config.num_hidden_layers
     assert all(bias.dtype == torch.float32 and not bias.any() for bias in biases)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="pip install trl")
+@pytest.mark.parametrize(
+    ("experts", "asked", "key"),
+    [
+        (balanced(z_loss=0.01), False, "experts.balance.z_loss"),
+        (ExpertsConfig(selection="forced_balance"), False, "experts.selection"),
+        (limited(factor=0.75), False, "experts.balance.sequence"),
+        (balanced(family=False), True, "experts.balance.family"),
+        (balanced(family=False), False, None),
+        (ExpertsConfig(), True, None),
+    ],
+)
+def test_trainers_of_trl_are_refused_policies_that_they_would_pass_over(
+    experts: ExpertsConfig, asked: bool, key: str | None
+) -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    model: Any = tiny_hf("qwen3_moe", output_router_logits=asked)
+    model = parallelize(model, build_meshes(), ParallelPolicy(experts=experts, precision=FLOAT32))
+    refuse_passed_over(model, "Trainer")  # whose forward is the model's own
+    add_fused_lm_head(model)
+    if key is None:
+        refuse_passed_over(model, "SFTTrainer")
+        return
+    with pytest.raises(ConfigError, match=f"^{key}: expected no such policy with SFTTrainer"):
+        refuse_passed_over(model, "SFTTrainer")
 
 
 RATE_OF_TRAINER = 2**-10
