@@ -71,7 +71,7 @@ class ParallelPolicy:
     """Everything that ``parallelize`` decides by, apart from the meshes."""
 
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    """Dispatcher, balance and capacity."""
+    """Dispatcher, balance and capacity. ``record`` and ``replay`` are refused: take ``routing_tape``."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """What is sharded, when it is gathered and reduced."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -101,6 +101,7 @@ class ParallelPolicy:
     """The same of wrapped models."""
 
     def __post_init__(self) -> None:
+        _refuse_tapes(self.experts)
         sections = self.sections()
         object.__setattr__(self, "precision", own_where_needed(sections))
         check_recipe(self.precision)
@@ -136,9 +137,10 @@ class ParallelPolicy:
 
     @classmethod
     def from_config(cls, config: Config) -> ParallelPolicy:
-        """The policy of ``train.py``, whose loss is global."""
+        """The policy of ``train.py``, whose loss is global, and whose feed records and replays."""
+        replay = config.experts.replay if config.experts.replay_weights else None
         return cls(
-            experts=config.experts,
+            experts=replace(config.experts, record=None, replay=replay),
             fsdp=config.fsdp,
             precision=own_where_needed(vars(config)),
             memory=config.memory,
@@ -270,6 +272,19 @@ def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
     if (quantized := state_of(model)) is not None:
         quantized.discard_step()  # it counted what was not a number
     return True
+
+
+def _refuse_tapes(experts: ExpertsConfig) -> None:
+    """ConfigError for folders that only the feed of ``train.py`` opens."""
+    key = "record" if experts.record is not None else "replay"
+    if experts.record is None and (experts.replay is None or experts.replay_weights):
+        return  # a policy replays weights if it says so, from the tape of the call
+    tape = "RoutingTape()" if key == "record" else "RoutingTape.load(path)"
+    raise ConfigError(
+        f"experts.{key}: expected none in a ParallelPolicy, which opens no recording, got "
+        f"{getattr(experts, key)}; leave it out and call the model inside of fsdmoe.routing_tape(model, "
+        f"fsdmoe.{tape}), or give it to fsdmoe.Feed(meshes, experts=...)"
+    )
 
 
 def flex_state_of(model: nn.Module) -> FlexState | None:

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError
+from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp import is_fully_sharded
 from fsdmoe.huggingface.adapters import ExpertsSpec, register_moe_adapter, unregister_moe_adapter
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import VOCABULARY, batch, tiny_hf, train
 from tests.support.loading_memory import measure as measure_loading
@@ -325,3 +327,20 @@ def test_loading_holds_the_shards_and_one_unit_only(tmp_path: Path) -> None:
         assert found["peak"] <= found["held"] + 1.5 * unit, (found, unit)
         assert found["end"] <= found["held"] + REST, (found, unit)
         assert found["objects"] < 2 * unit, "the file, or much of it, was read into Python's own memory"
+
+
+@pytest.mark.parametrize(
+    ("key", "tape"), [("record", r"RoutingTape\(\)"), ("replay", r"RoutingTape\.load\(path\)")]
+)
+def test_a_policy_is_given_no_folder_of_routing_which_it_would_not_open(key: str, tape: str) -> None:
+    experts = ExpertsConfig(**{key: "runs/routing"})
+    with pytest.raises(ConfigError, match=rf"^experts\.{key}: expected none .* got runs/routing; .*{tape}"):
+        ParallelPolicy(experts=experts)
+    of_run = ParallelPolicy.from_config(Config(experts=experts))  # whose feed opens it
+    assert of_run.experts == ExpertsConfig()
+
+
+def test_a_policy_says_that_weights_are_replayed() -> None:
+    experts = ExpertsConfig(replay="runs/routing", replay_weights=True)
+    assert ParallelPolicy(experts=experts).experts.routing_keys == ("experts.replay_weights",)
+    assert ParallelPolicy.from_config(Config(experts=experts)).experts == experts
