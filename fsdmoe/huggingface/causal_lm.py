@@ -28,7 +28,7 @@ from fsdmoe.experts.bias import BiasedRouter
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.huggingface.limits import attention_limits, shortest_window
-from fsdmoe.huggingface.loss import has_fused_loss
+from fsdmoe.huggingface.loss import has_fused_loss, refuse_own_loss
 from fsdmoe.huggingface.probe import (
     DocumentLimit,
     TrialRows,
@@ -63,6 +63,7 @@ class WrappedCausalLM:
     """
 
     def __init__(self, module: nn.Module, *, packed_rows: int = 0) -> None:
+        refuse_own_loss(module)
         self.module = module
         self._tensor = tensor_group_of(module)
         self._auxiliary = AuxiliaryLoss(module)

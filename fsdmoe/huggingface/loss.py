@@ -27,12 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of, is_fully_sharded
 from fsdmoe.huggingface.for_a_while import set_for_a_while
+from fsdmoe.huggingface.limits import text_config
 from fsdmoe.models.head import LEAN_CHUNK_TOKENS, TokenObjective, linear_cross_entropy, linear_token_losses
 from fsdmoe.rewrites import Rewrite, rewrite
 from fsdmoe.tensor_parallel.group import TensorGroup
 
+_ADDED_TERMS = ("z_loss_coefficient",)
+"""Weights of terms that models add to their loss where they are given labels (Bamba)."""
 _HOME, _NAME, _IGNORED = "transformers.loss.loss_utils", "ForCausalLMLoss", -100
 _GONE = (
     "outputs.logits: a wrapped model that is called with labels in training computes its loss chunk by chunk "
@@ -236,6 +240,30 @@ def has_fused_loss(model: nn.Module) -> bool:
     return "has_fused_loss" in vars(model)
 
 
+def refuse_own_loss(model: nn.Module) -> None:
+    """ConfigError for a model whose loss is more than the cross-entropy of next tokens and the auxiliary loss
+    in its output. To be called for one that is going to be run without labels, which leaves the rest out."""
+    kind, remedy = type(model).__name__, "or call the model itself with labels in a loop of your own"
+    for key in _ADDED_TERMS:
+        config = text_config(getattr(model, "config", None))
+        if value := getattr(model, key, getattr(config, key, None)):
+            raise ConfigError(
+                f"model.hf: expected {key} = 0 in the configuration of {kind}, got {value}: the model adds "
+                f"that term where it is given labels, which as_causal_lm and train.py do not; set it to 0, "
+                f"{remedy}"
+            )
+    if has_fused_loss(model) or not isinstance(getattr(type(model), "loss_function", None), property):
+        return
+    own: Any = model.loss_function
+    theirs = getattr(sys.modules.get(_HOME), _NAME, own)
+    if own is not theirs and not _computes_ours(own):
+        raise ConfigError(
+            f"model.hf: expected {_NAME} of transformers as the loss_function of {kind}, or what computes "
+            f"the same, got {getattr(own, '__qualname__', own)}, which as_causal_lm and train.py do not "
+            f"call; leave it out, {remedy}"
+        )
+
+
 def _plain_head(module: nn.Module) -> nn.Linear | None:
     """The head of a model of transformers, if it is one projection without a bias and without adapters."""
     if not isinstance(getattr(type(module), "loss_function", None), property):
@@ -259,12 +287,14 @@ def _count_hooks(module: nn.Module) -> int:
     return sum(map(len, hooks)) + len(module._backward_hooks)
 
 
-@torch.no_grad()
 def _is_known(loss: Any) -> bool:
     """Whether a model's loss is that of transformers for causal language models, and computes what we do."""
     theirs: Any = getattr(sys.modules.get(_HOME), _NAME, None)
-    if theirs is None or theirs is not loss:
-        return False
+    return theirs is not None and theirs is loss and _computes_ours(loss)
+
+
+@torch.no_grad()
+def _computes_ours(loss: Any) -> bool:
     random = torch.Generator().manual_seed(0)
     logits_BSV = torch.randn(2, 6, 5, generator=random)
     labels_BS = torch.randint(0, 5, (2, 6), generator=random).index_fill(1, torch.tensor([2]), _IGNORED)

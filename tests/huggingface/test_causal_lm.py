@@ -97,6 +97,28 @@ def test_the_loss_is_a_share_of_the_global_mean_and_the_auxiliary_term_weighs_it
     assert share.balance_loss.item() == pytest.approx(0.05 * aux / 4)  # type: ignore[union-attr]
 
 
+def test_a_term_that_a_model_adds_with_labels_is_refused() -> None:
+    model = tiny_hf("llama")
+    model.config.z_loss_coefficient = 0.0  # type: ignore[union-attr]
+    WrappedCausalLM(model)
+    model.config.z_loss_coefficient = 0.1  # type: ignore[union-attr]
+    with pytest.raises(
+        ConfigError, match=r"^model\.hf: expected z_loss_coefficient = 0 .* LlamaFor.* got 0\.1"
+    ):
+        WrappedCausalLM(model)
+
+
+def test_a_loss_of_the_users_own_is_refused_where_it_computes_something_else() -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    model = tiny_hf("llama")
+    model.loss_function = lambda **given: ForCausalLMLoss(**given)  # type: ignore[assignment]
+    WrappedCausalLM(model)
+    model.loss_function = lambda **given: 2 * ForCausalLMLoss(**given)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"expected ForCausalLMLoss .* the loss_function of LlamaFor"):
+        WrappedCausalLM(model)
+
+
 def loads_of(hf: str, ep: int) -> torch.Tensor:
     decoder = as_causal_lm(parallelize(build_hf_model(hf), build_meshes(ep=ep), load=hf))
     out = decoder(**packed())
