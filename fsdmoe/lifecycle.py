@@ -7,19 +7,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdmoe import failures
 from fsdmoe.errors import ConfigError, UserError
-
-ItemT = TypeVar("ItemT")
 
 _ECHO_SECONDS = 1.0
 _WATCH_SECONDS = 1.0
@@ -58,12 +56,10 @@ class AskedToStop(Exception):
     """Some rank has received the signal of this name; raised on all of them."""
 
 
-def until_asked(items: Iterable[ItemT], received: Sequence[int], device: torch.device) -> Iterator[ItemT]:
-    """The items, of which all ranks have as many, until a signal comes."""
-    for item in items:
-        if asked := signal_of_any_rank(received, device):
-            raise AskedToStop(asked)
-        yield item
+def leave_if_asked(received: Sequence[int], device: torch.device) -> None:
+    """Raise :class:`AskedToStop` on all ranks where one has received a signal. Collective."""
+    if asked := signal_of_any_rank(received, device):
+        raise AskedToStop(asked)
 
 
 STOPPED = "stopped by "
@@ -74,14 +70,15 @@ def exit_code(status: str, received: list[int]) -> int:
     """Of a rank whose run ended in order.
 
     A signal that only other ranks received is the end of their node, not of the run: where the launcher
-    restarts ranks, this one asks for it. Who has no launcher answers a signal as launchers do: whoever sent
-    it learns that the run is not finished.
+    restarts ranks, this one asks for it. A rank that is alone answers a signal as a launcher does: whoever
+    sent it learns that the run is not finished.
     """
     if not status.startswith(STOPPED):
         return 0
     if not received:
         return failures.TRY_AGAIN if failures.will_restart() else 0
-    return 0 if failures.has_launcher() else 128 + received[0]
+    is_alone = not failures.has_launcher() and dist.get_world_size() == 1
+    return 128 + received[0] if is_alone else 0
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def keep_config(
         kept.told = frozenset(from_first(lambda: told_changes(folder, config)))
     else:  # nothing goes on from what was there before
         if command.resumes and config.checkpoint.load == "latest":
-            from_first(lambda: refuse_lost_checkpoints(folder))
+            from_first(lambda: warn_of_lost_checkpoints(folder, config))
         kept.write()
     return kept
 
@@ -205,14 +205,16 @@ def _parameters(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def refuse_lost_checkpoints(folder: Path) -> None:
-    """A run that is to go on, and has saved, but not where its configuration says."""
+def warn_of_lost_checkpoints(folder: Path, config: Config) -> None:
+    """Of a run that is to go on and has saved, but not where its configuration says."""
     saves = [row for row in events.read(folder) if row["event"] == "save"]
     if saves:
-        raise ConfigError(
-            f"--resume: expected the checkpoints of {folder}, which has saved step {saves[-1]['step']}, "
-            "and found none; name their place by --checkpoint.folder, or begin anew by --checkpoint.load none"
-        )
+        place = config.checkpoint.folder or f"{folder}/{RUN_FOLDER}"
+        logger.warning(
+            "--resume: %s has saved step %s, and %s has no checkpoint that is whole: the run begins anew. If "
+            "they are elsewhere, stop it and name their place by --checkpoint.folder",
+            folder, saves[-1].get("step"), place,
+        )  # fmt: skip
 
 
 def holds_checkpoints(config: Config) -> bool:

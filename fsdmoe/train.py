@@ -224,9 +224,11 @@ class Run:
 
     def evaluate(self, received: Sequence[int] = ()) -> float:
         """The mean loss over the held-out documents; :class:`fsdmoe.lifecycle.AskedToStop` at a signal."""
-        batches = self.data.eval_batches(self.config.train.eval_batches)
-        asked = lifecycle.until_asked(batches, received, self.meshes.device)
-        return self.feed.held_out_loss(self.decoder, asked)
+        return self.feed.held_out_loss(
+            self.decoder,
+            self.data.eval_batches(self.config.train.eval_batches),
+            before_each=lambda: lifecycle.leave_if_asked(received, self.meshes.device),
+        )
 
     def evaluate_average(self, received: Sequence[int] = ()) -> float | None:
         """The same of the averaged weights, if there are any."""
@@ -240,6 +242,9 @@ class Run:
         train = self.config.train
         progress = self.progress
         first = progress["step"] + 1
+        is_due = train.evaluates_at(first - 1) and self.observer.lacks_evaluation(first - 1)
+        if is_due and (asked := self._evaluate_and_log(first - 1, received)):
+            return f"{lifecycle.STOPPED}{asked}"
         while progress["step"] < train.steps:
             step = progress["step"] + 1
             with self.observer.step_profile(step):
@@ -255,8 +260,9 @@ class Run:
             is_saved = self._save(step, is_end=is_last or bool(asked))  # first: an evaluation may fail
             if not asked and train.evaluates_at(step):
                 asked = self._evaluate_and_log(step, received)
-                if asked and not is_saved:
+                if asked and not (is_saved and self.checkpoints.is_saved()):
                     self._save(step, is_end=True)
+                is_last = is_last and not asked  # its evaluation is yet to be made
             if asked and not is_last:
                 return f"{lifecycle.STOPPED}{asked}"
         return "finished"

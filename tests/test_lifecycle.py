@@ -205,9 +205,14 @@ def test_a_rank_asks_to_be_started_again_when_only_other_nodes_were_told_to_stop
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    world_size = 1
+    monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
     assert lifecycle.exit_code("stopped by SIGTERM", received=[]) == 75
     assert lifecycle.exit_code("stopped by SIGTERM", received=[15]) == 143, "no launcher answers for it"
     assert lifecycle.exit_code("finished", received=[15]) == 0
+    world_size = 2
+    assert lifecycle.exit_code("stopped by SIGTERM", received=[15]) == 0, "others may still be busy"
+    world_size = 1
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
     assert lifecycle.exit_code("stopped by SIGTERM", received=[15]) == 0
     assert lifecycle.exit_code("finished", received=[]) == 0
@@ -224,12 +229,13 @@ def test_a_disk_without_inodes_is_called_so(tmp_path: Path, monkeypatch: pytest.
     assert free_some(folder) == f"free some space in {folder}"
 
 
-def until_a_signal(at: int) -> tuple[list[int], str]:
+def before_a_signal(at: int) -> tuple[list[int], str]:
     """The items that two ranks get of ten, of which the second receives a signal at one."""
     received: list[int] = []
     seen: list[int] = []
     try:
-        for number in lifecycle.until_asked(range(10), received, torch.device("cpu")):
+        for number in range(10):
+            lifecycle.leave_if_asked(received, torch.device("cpu"))
             seen.append(number)
             if number == at and dist.get_rank() == 1:
                 received.append(signal.SIGTERM)
@@ -239,5 +245,5 @@ def until_a_signal(at: int) -> tuple[list[int], str]:
 
 
 def test_all_ranks_leave_an_evaluation_at_the_same_batch() -> None:
-    assert run_ranks(until_a_signal, 2, 3) == [([0, 1, 2, 3], "SIGTERM")] * 2
-    assert run_ranks(until_a_signal, 2, 10) == [([*range(10)], "")] * 2
+    assert run_ranks(before_a_signal, 2, 3) == [([0, 1, 2, 3], "SIGTERM")] * 2
+    assert run_ranks(before_a_signal, 2, 10) == [([*range(10)], "")] * 2

@@ -30,7 +30,7 @@ from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.tree import Tree
 
 MANIFEST, METADATA = "manifest.json", "metadata.json"
-LATEST, MARKER = "latest", "COMMITTED"
+LATEST, MARKER, BEGUN = "latest", "COMMITTED", "BEGUN"
 FORMAT, VERSION = "fsdmoe-checkpoint", 1
 
 

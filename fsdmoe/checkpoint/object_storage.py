@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fsdmoe.checkpoint.addresses import open_address
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import LATEST, MANIFEST, MARKER, METADATA, parse_manifest
+from fsdmoe.checkpoint.format import BEGUN, LATEST, MANIFEST, MARKER, METADATA, parse_manifest
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ class ObjectStorage:
     def __init__(self, address: str) -> None:
         self._fs, self._root = open_address(address)
         self.root = address
+        self._whole: set[str] = set()
+        """Folders without a marker that were found whole."""
 
     def begin(self, name: str, *, replaces: bool = False) -> None:
         if not replaces and self.size(name, MARKER) is not None:
@@ -33,6 +35,7 @@ class ObjectStorage:
                 f"{self.root}/{name} exists and an object store cannot replace it at once; delete it"
             )
         self.delete(name)
+        self._fs.pipe_file(self._at(name, BEGUN), b"until COMMITTED is there, this is a part\n")
 
     def write(self, name: str, file: str, fill: Callable[[Any], T]) -> T:
         with self.create(name, file) as handle:
@@ -89,6 +92,7 @@ class ObjectStorage:
             done += len(buffer)
 
     def delete(self, name: str) -> None:
+        self._whole.discard(self._at(name))
         for file in (MARKER, MANIFEST):  # first: what is left of it is no checkpoint
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._at(name, file))
@@ -134,14 +138,22 @@ class ObjectStorage:
         return [(path, self._is_whole(path)) for path in paths]
 
     def _is_whole(self, path: str) -> bool:
-        """By its marker, or by the files that its manifest names: one that was copied here has no marker."""
-        if self._size(f"{path}/{MARKER}") is not None:
+        """By its marker. One that was copied here by other means has none, nor is it said to be begun: it is
+        whole once the files of its manifest are there."""
+        if path in self._whole or self._size(f"{path}/{MARKER}") is not None:
             return True
+        found = self._fs.find(path, detail=True)
+        sizes = {file.rsplit("/", 1)[-1]: facts["size"] for file, facts in found.items()}
+        if BEGUN in sizes or MANIFEST not in sizes:
+            return False
         try:
             files, _, _ = parse_manifest(self._fs.cat_file(f"{path}/{MANIFEST}"), path)
         except (FileNotFoundError, DamagedCheckpointError):
             return False
-        return all(self._size(f"{path}/{file}") == record.num_bytes for file, record in files.items())
+        if any(sizes.get(file) != record.num_bytes for file, record in files.items()):
+            return False
+        self._whole.add(path)  # such a folder is looked at once
+        return True
 
     def _at(self, *parts: str) -> str:
         return "/".join((self._root, *parts))
@@ -153,6 +165,8 @@ class ObjectStorage:
 
 
 def _ours(fs: Any, path: str) -> bool:
-    """Only folders with nothing but our files are removed: a mistyped address deletes no other data."""
+    """Only folders that a save has begun, with nothing but its files, are removed: a mistyped address deletes
+    no other data, and a copy that is on its way here stays."""
     files = [entry.rsplit("/", 1)[-1] for entry in fs.find(path)]
-    return all(file in (MANIFEST, METADATA) or file.startswith("data-") for file in files)
+    known = (BEGUN, MANIFEST, METADATA)
+    return BEGUN in files and all(file in known or file.startswith("data-") for file in files)

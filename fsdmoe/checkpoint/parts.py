@@ -236,10 +236,9 @@ def _stored_group(group: Tree, groups: list[Tree], number: int, names: Mapping[i
     """The settings of the stored group that holds most of these parameters; of an early version, which kept
     no members, those at the same place."""
     mine = {names.get(id(parameter), "") for parameter in group["params"]}
-    same = max(groups, key=lambda stored: len(mine.intersection(stored.get(MEMBERS, ()))))
-    if mine.isdisjoint(same.get(MEMBERS, ())):
-        same = groups[number]
-    return {key: value for key, value in same.items() if key != MEMBERS}
+    common = [len(mine.intersection(stored.get(MEMBERS, ()))) for stored in groups]
+    same = number if common[number] == max(common) else common.index(max(common))
+    return {key: value for key, value in groups[same].items() if key != MEMBERS}
 
 
 def _plain(value: Any) -> Any:

@@ -184,6 +184,11 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
 
+    def is_saved(self) -> bool:
+        """Whether the last save is whole, once it has ended."""
+        self.join()
+        return self._failure is None
+
     def close(self) -> None:
         """Finish what is in flight."""
         self.wait()

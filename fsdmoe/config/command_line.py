@@ -6,12 +6,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdmoe import events
-from fsdmoe.checkpoint.start_place import absolute_path
 from fsdmoe.config.build import compose, override_problems
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
@@ -102,7 +101,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         # It may be what the number of ranks, or the mesh, was meant by.
         wrong |= {key for keys, _ in findings for key in keys if key.startswith("mesh.")}
     refused = [line for keys, line in findings if wrong.isdisjoint(keys)]
-    if "--config" in flags:
+    if "--config" in flags and not (is_plan or "--evaluate-only" in flags):
         refused += problems_of_shared_checkpoints(Path(flags["--config"]), mapping, config)
     if resuming and any(line.startswith("mesh") for line in refused):
         problems += _other_ranks(resuming, flags[resuming], world_size)
@@ -128,10 +127,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     if not is_elsewhere and not found:
         _warn(warnings_of(config, evaluate_only="--evaluate-only" in flags))
     keys = {f"{name}.{key}" for name, table in mapping.items() for key in table}
-    # From the root: the run may go on from another working directory.
-    place = replace(config.checkpoint, folder=absolute_path(config.checkpoint.folder))
     return CommandLine(
-        replace(config, checkpoint=place),
+        config,
         is_plan,
         world_size,
         evaluate_only="--evaluate-only" in flags,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fsdmoe.checkpoint.start_place import absolute_path, is_same_folder, place_o
 from fsdmoe.config.schema import Config
 
 _LINE = "# First start: "
+_WORKING_DIRECTORY = "# Working directory: "
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,21 @@ def read_first_start(text: str) -> FirstStart | None:
         return FirstStart(str(values["load"]), values["load_only_model"] is True, str(values["written"]))
     except (ValueError, KeyError, TypeError):  # no such line, or edited by hand
         return None
+
+
+def working_directory_line() -> str:
+    """For the kept configuration: where this start's relative paths begin."""
+    return f"{_WORKING_DIRECTORY}{json.dumps(os.getcwd())}\n"
+
+
+def folder_of_kept(folder: str, text: str) -> str:
+    """A ``checkpoint.folder`` of the text of a kept configuration, as it is found from here. A relative one
+    that is not here (it may be: in a copy of the project) is where the start that kept it was."""
+    line = next((line for line in text.splitlines() if line.startswith(_WORKING_DIRECTORY)), "")
+    if not line or absolute_path(folder) == folder or Path(folder).expanduser().exists():
+        return folder
+    there = Path(json.loads(line.removeprefix(_WORKING_DIRECTORY)), folder)
+    return str(there) if there.exists() else folder
 
 
 def line_to_keep(config: Config, text: str, *, has_checkpoints: bool) -> str:
@@ -143,4 +160,6 @@ def _checkpoint_table(text: str) -> dict[str, Any] | None:
         table = tomllib.loads(text).get("checkpoint", {}) if text else None
     except ValueError:
         return None
-    return table if isinstance(table, dict) else None
+    if not isinstance(table, dict):
+        return None
+    return table | {"folder": folder_of_kept(str(table.get("folder", "")), text)}

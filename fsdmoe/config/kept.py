@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdmoe.config.build import compose
-from fsdmoe.config.first_start import line_to_keep, problems_of_another_start, start_to_go_on
+from fsdmoe.config.first_start import (
+    folder_of_kept,
+    line_to_keep,
+    problems_of_another_start,
+    start_to_go_on,
+    working_directory_line,
+)
 from fsdmoe.config.schema import SECTIONS, Config, by_dotted_key
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems, former_names
@@ -105,7 +111,7 @@ def kept_text(
     # A file may be called anything; TOML's comments hold no control characters.
     texts = {key: re.sub(r"[\x00-\x1f\x7f]", " ", origin) for key, origin in lines.items()}
     listed = "".join(f"#   {key:<{width}}  {origin}\n" for key, origin in texts.items())
-    return f"{_TOP}{listed}{first_start}\n{to_toml(config)}"
+    return f"{_TOP}{listed}{first_start}{working_directory_line()}\n{to_toml(config)}"
 
 
 def kept_origins(text: str) -> dict[str, str]:
@@ -133,7 +139,10 @@ def read_kept(path: Path, problems: Problems) -> Config | None:
     be read, or not by this version."""
     mapping = read_toml(str(path), problems)
     config, _ = compose(mapping, {}, problems, needs_data=False)
-    return None if problems else config
+    if problems:
+        return None
+    folder = folder_of_kept(config.checkpoint.folder, path.read_text(encoding="utf-8"))
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, folder=folder))
 
 
 def open_run(
@@ -161,6 +170,8 @@ def open_run(
     train["output_dir"] = folder
     text = (root / KEPT).read_text(encoding="utf-8")
     checkpoint |= start_to_go_on(checkpoint, text, root)
+    if isinstance(folder_there := checkpoint.get("folder"), str):
+        checkpoint["folder"] = folder_of_kept(folder_there, text)
     return mapping, kept_origins(text)
 
 
@@ -173,7 +184,7 @@ def problems_of_shared_checkpoints(file: Path, mapping: Mapping[str, Any], confi
         return []
     other, held = train.get("output_dir", ""), checkpoint.get("folder", "")
     is_kept = file.read_text(encoding="utf-8").startswith(_TOP)
-    is_its_own = now.resolve() in (Path(other).expanduser().resolve(), file.expanduser().resolve().parent)
+    is_its_own = now.resolve() == file.expanduser().resolve().parent
     if not is_kept or is_its_own or held != folder:
         return []
     return [

@@ -7,7 +7,7 @@ host and ahead of the step; the model cuts the rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,9 +189,12 @@ class Feed:
         return total
 
     @torch.no_grad()
-    def held_out_loss(self, model: CausalLM, batches: Iterable[Batch]) -> float:
+    def held_out_loss(
+        self, model: CausalLM, batches: Iterable[Batch], *, before_each: Callable[[], object] = lambda: None
+    ) -> float:
         """Mean next-token loss over this and all other ranks' batches: the sum over their tokens with loss by
-        the number of these, so that it does not depend on how they fall on ranks and micro-batches."""
+        the number of these, so that it does not depend on how they fall on ranks and micro-batches.
+        ``before_each``: called before each forward, as often on all ranks; it may raise."""
         model.eval()
         total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)
         # Documents that are planned again are planned all together: the fewer steps, the better filled.
@@ -201,6 +204,7 @@ class Feed:
             counted = self._num_tokens(model, inputs)
             counts = StepCounts.from_vector(counted)
             for each in inputs:
+                before_each()
                 routing = replace(self.routing(), token_mask_T=each.token_mask_BS)
                 out = model(**each, counts=counts, routing=routing)
                 total += out.cross_entropy.double() * counts.loss_tokens

@@ -204,8 +204,7 @@ def shutdown(code: int) -> int:
     """
     import torch.distributed as dist  # not above: a refused configuration ends before it is loaded
 
-    is_in_order = code == 0 or code > 128  # stopped by a signal
-    if is_in_order and dist.is_initialized():
+    if dist.is_initialized() and (code == 0 or (code > 128 and dist.get_world_size() == 1)):
         dist.destroy_process_group()
     return code
 

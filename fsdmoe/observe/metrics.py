@@ -70,11 +70,14 @@ class MetricsFile:
             return
         # A new file takes the old one's place in one move: a kill in between leaves one or the other, whole.
         trimmed = path.with_name(path.name + ".tmp")
-        with trimmed.open("w", encoding="utf-8") as file:
-            file.writelines(_dump(row) for row in self.kept)
-            file.flush()
-            os.fsync(file.fileno())
-        trimmed.replace(path)
+        try:
+            with trimmed.open("w", encoding="utf-8") as file:
+                file.writelines(_dump(row) for row in self.kept)
+                file.flush()
+                os.fsync(file.fileno())
+            trimmed.replace(path)
+        except OSError as error:  # a full disk does not end the run
+            logger.warning("%s keeps %d rows of later steps: %s", path, self.num_dropped, error)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system, so that a crash loses nothing already logged.

@@ -11,6 +11,7 @@
 Every rank builds one. Only the first rank's writes and prints; the others' serve the profiler.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.observe.busy_ranks import BusyRanks, busiest_rank
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.observe.console import Screen
@@ -75,6 +77,11 @@ class Observer:
         """An evaluation after ``step`` is over; ``averaged``: of averaged weights."""
         if self._main is not None:
             self._main.log_eval(step, eval_loss, averaged)
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether an earlier start ended in the evaluation after ``step``, which this one begins with.
+        Collective."""
+        return any(from_all_ranks(self._main is not None and self._main.lacks_evaluation(step)))
 
     def log_samples(self, step: int, samples: Mapping[str, str]) -> None:
         """How the model goes on with each prompt after ``step``; none, and nothing is said."""
@@ -274,6 +281,10 @@ class _MainRank:
         of_average = "" if averaged is None else f", of averaged weights {averaged:.4f}"
         self.screen.note(f"step {step}: evaluation loss {value:.4f}{of_average}")
 
+    def lacks_evaluation(self, step: int) -> bool:
+        evals = self._history.evals
+        return 0 < step == self._history.last_step and not (evals and evals[-1].step == step)
+
     def log_samples(self, step: int, samples: Mapping[str, str]) -> None:
         self._metrics.write({"step": step, "samples": dict(samples)})
         for prompt, text in samples.items():
@@ -367,9 +378,13 @@ def _open_server(config: ObserveConfig, folder: Path) -> Any:
 def _open_board(config: ObserveConfig, folder: Path, start_step: int) -> Any:
     from fsdmoe.observe.board import Board  # TensorBoard takes a second to import: only where it is asked for
 
-    return Board(
-        folder / "tensorboard",
-        start_step=start_step,
-        heatmap_interval=config.heatmap_interval,
-        heatmap_columns=config.heatmap_columns,
-    )
+    try:
+        return Board(
+            folder / "tensorboard",
+            start_step=start_step,
+            heatmap_interval=config.heatmap_interval,
+            heatmap_columns=config.heatmap_columns,
+        )
+    except OSError as error:  # a full disk does not end the run
+        logging.getLogger(__name__).warning("nothing is written for TensorBoard: %s", error)
+        return None

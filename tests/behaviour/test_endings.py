@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -51,7 +51,7 @@ def test_sigterm_finishes_the_step_and_leaves_a_summary(tmp_path: Path) -> None:
         for rank in ranks:
             os.kill(rank.process.pid, signal.SIGTERM)
         for rank in ranks:
-            assert rank.wait(300) == 143, rank.stdout + rank.stderr
+            assert rank.wait(300) == 0, rank.stdout + rank.stderr
             assert "Traceback" not in rank.stdout + rank.stderr
     assert "stopped by SIGTERM" in (tmp_path / "run/summary.txt").read_text()
     assert rows(tmp_path / "run")[-1]["step"] < 100_000
@@ -62,6 +62,42 @@ def test_a_dead_rank_stops_the_others_with_a_message(tmp_path: Path) -> None:
         second.kill()
         assert first.wait(300) not in (0, None)
         assert "lost contact with another rank" in first.stderr
+
+
+def _left_evaluation(folder: str) -> tuple[str, list[float], str, list[float]]:
+    """How a run ends that is told to stop in its last evaluation, and how the next start ends; with the
+    steps that were evaluated by then."""
+    config = tiny_config(
+        folder, 1, train__steps=4, train__eval_interval=4, train__eval_batches=1, checkpoint__interval=4,
+        checkpoint__load="latest", checkpoint__max_failed_saves=1,
+    )  # fmt: skip
+
+    def evaluated() -> list[float]:
+        return [row["step"] for row in rows(Path(folder)) if "eval_loss" in row]
+
+    received: list[int] = []
+    run = Run(config, build_meshes(config.mesh))
+
+    def told_meanwhile(*_: object, before_each: Callable[[], object]) -> float:
+        received.append(signal.SIGTERM)
+        before_each()
+        raise AssertionError("it goes on")
+
+    with mock.patch.object(run.feed, "held_out_loss", told_meanwhile):
+        status = run.loop(received)
+    run.close(status)
+    run.checkpoints.close()
+    found = status, evaluated()
+    again = Run(config, build_meshes(config.mesh))
+    status = again.loop([])
+    again.close(status)
+    again.checkpoints.close()
+    return (*found, status, evaluated())
+
+
+def test_an_evaluation_that_a_signal_ended_is_made_by_the_next_start(tmp_path: Path) -> None:
+    found = run_ranks(_left_evaluation, 1, str(tmp_path / "run"))[0]
+    assert found == ("stopped by SIGTERM", [], "finished", [4])
 
 
 def _poisoned(output_dir: str, steps: set[int]) -> tuple[list[float], int]:

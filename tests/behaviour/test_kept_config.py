@@ -12,6 +12,7 @@ import pytest
 
 from fsdmoe import events
 from fsdmoe.config import build_config, to_toml
+from fsdmoe.config.kept import open_run
 from fsdmoe.observe.timeline import changes_of
 from tests.support.scripts import Program, run_program, started_ranks
 from tests.support.tiny_run import tiny_config
@@ -156,18 +157,24 @@ def test_a_run_goes_on_and_is_evaluated_by_its_folder_alone(run_of_two_ranks: Pa
     assert re.search(rf"^#   train.seed +{run_of_two_ranks}/run.toml$", kept, re.M), "as at its first start"
 
 
-def test_a_relative_folder_of_checkpoints_is_kept_from_the_root(tmp_path: Path) -> None:
-    folder = tmp_path / "ckpts"
-    trained("--config", write_config(tmp_path), "--checkpoint.folder", os.path.relpath(folder, ROOT))
-    kept = tmp_path / "run/config.toml"
-    assert tomllib.loads(kept.read_text())["checkpoint"]["folder"] == str(folder)
-    assert "steps 3 to 3" in trained("--resume", str(tmp_path / "run"), "--train.steps", "3")
-    another = ["--config", str(kept), "--train.output_dir", str(tmp_path / "second")]
+def test_a_relative_folder_of_checkpoints_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run = tmp_path / "ckpts", tmp_path / "run"
+    relative = os.path.relpath(folder, ROOT)
+    trained("--config", write_config(tmp_path), "--checkpoint.folder", relative)
+    assert "steps 3 to 3" in trained("--resume", str(run), "--train.steps", "3")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    problems: list[str] = []
+    assert Path(open_run(str(run), problems)[0]["checkpoint"]["folder"]).resolve() == folder
+    Path(relative).mkdir(parents=True)
+    assert open_run(str(run), problems)[0]["checkpoint"]["folder"] == relative, "a copy has its own"
+    shutil.rmtree(tmp_path / relative) if ".." not in relative else shutil.rmtree(Path(relative))
+    another = ["--config", str(run / "config.toml"), "--train.output_dir", str(tmp_path / "second")]
     refused = train(*another)
     assert refused.wait() != 0
     assert "checkpoint.folder: expected another one than" in refused.stderr
     trained(*another, "--checkpoint.folder", str(tmp_path / "others"))
     shutil.rmtree(folder)
-    refused = train("--resume", str(tmp_path / "run"))
-    assert refused.wait() != 0
-    assert "has saved step 3, and found none" in refused.stderr
+    assert "has saved step 3, and " in trained("--resume", str(run), "--train.steps", "1")

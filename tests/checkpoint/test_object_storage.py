@@ -34,16 +34,12 @@ def test_a_run_lives_in_an_object_store(bucket: str) -> None:
     assert checkpoint.load(f"{bucket}/step_00000002", step=0)["step"] == 2
 
 
-@pytest.mark.parametrize("missing", ["manifest.json", "data-00000-0.safetensors"])
-def test_a_part_without_the_marker_is_not_there_and_the_next_writer_sweeps_it_away(
-    bucket: str, missing: str
-) -> None:
+def test_without_the_marker_it_is_not_there_and_the_next_writer_sweeps_it_away(bucket: str) -> None:
     storage, fs = open_storage(bucket), fsspec.filesystem("memory")
     for step in (1, 2):
         checkpoint.save(f"{bucket}/step_{step:08d}", step=step, x=torch.ones(1))
     path = bucket.removeprefix("memory://")
-    for file in ("COMMITTED", missing):
-        fs.rm_file(f"/{path}/step_00000002/{file}")
+    fs.rm_file(f"/{path}/step_00000002/COMMITTED")
     assert storage.names() == ["step_00000001"]
     assert checkpoint.load(bucket, step=0)["step"] == 1
     fs.pipe_file(f"/{path}/photos/cat.jpg", b"not ours")
@@ -52,16 +48,24 @@ def test_a_part_without_the_marker_is_not_there_and_the_next_writer_sweeps_it_aw
     assert fs.exists(f"/{path}/photos/cat.jpg")
 
 
-def test_a_checkpoint_that_was_copied_here_is_there_and_stays(bucket: str, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "step_00000007", step=7, x=torch.ones(1))
-    path = bucket.removeprefix("memory://")
-    fsspec.filesystem("memory").put(f"{tmp_path}/step_00000007/", f"/{path}/step_00000007/", recursive=True)
+def test_a_checkpoint_that_was_copied_here_is_there_and_one_on_its_way_stays(
+    bucket: str, tmp_path: Path
+) -> None:
+    for step in (7, 8):
+        checkpoint.save(tmp_path / f"step_{step:08d}", step=step, x=torch.ones(1))
+    fs, path = fsspec.filesystem("memory"), bucket.removeprefix("memory://")
+    fs.put(f"{tmp_path}/step_00000007/", f"/{path}/step_00000007/", recursive=True)
+    half, rest = sorted(file.name for file in (tmp_path / "step_00000008").iterdir())[:2], "metadata.json"
+    for file in half:
+        fs.put(f"{tmp_path}/step_00000008/{file}", f"/{path}/step_00000008/{file}")
     storage = open_storage(bucket)
     storage.tidy()
     assert storage.names() == ["step_00000007"]
     assert checkpoint.load(bucket, step=0)["step"] == 7
+    fs.put(f"{tmp_path}/step_00000008/{rest}", f"/{path}/step_00000008/{rest}")
+    assert sorted(storage.names()) == ["step_00000007", "step_00000008"]
     storage.delete("step_00000007")
-    assert storage.names() == []
+    assert storage.names() == ["step_00000008"]
 
 
 def test_a_whole_checkpoint_is_not_overwritten(bucket: str) -> None:

@@ -82,7 +82,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, in
         # Evaluations have rows of their own, so this is beyond the one step that is logged.
         wait_for(lambda: any("eval_loss" in row for row in rows(folder)), program)
         os.kill(program.process.pid or 0, signal.SIGINT)
-        assert program.wait(300) == 0, program.stderr
+        assert program.wait(300) == 130, program.stderr
     finally:
         program.kill()
     (saved,) = (folder / "run" / "checkpoints").glob("step_*")
