@@ -30,11 +30,9 @@ import torch
 import torch.distributed as dist
 from timing import milliseconds, require_gpu, wait
 
-from fsdmoe.auto_model import kind_of
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.data.batch import Batch
 from fsdmoe.feed import Feed
-from fsdmoe.frozen_layers import keep_frozen_in_codes
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes, plan_memory
 from fsdmoe.graphs import build_micro_batches
@@ -44,7 +42,9 @@ from fsdmoe.huggingface.planned import split_wrapped
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import MeshConfig, Meshes, build_meshes, resolve_degrees
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import kind_of
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
+from fsdmoe.parallel.frozen_layers import keep_frozen_in_codes
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.loss_scale import LossScaler
 

@@ -33,9 +33,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer
+from fsdmoe.core.placement import Placement
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.placement import Placement
 
 Tensors = dict[str, ShardedTensor]
 MIN_STALLS = 5

@@ -58,7 +58,7 @@ from fsdmoe.models.causal_lm import StepCounts
 from fsdmoe.observe.exposed import Exposure, exposure, table
 from fsdmoe.observe.exposed_trace import read_trace
 from fsdmoe.optim import build_optimizer, clip_grad_norm
-from fsdmoe.parallel import ParallelPolicy, flex_state_of, must_repeat, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, flex_state_of, must_repeat, parallelize
 from fsdmoe.precision.loss_scale import LossScaler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,7 +16,7 @@ from fabric import FABRICS_BY_NAME
 from fabric_group import World, emulated_fabric, fabric_meshes
 from timing import require_gpu
 
-from fsdmoe.compat import all_gather, reduce_scatter
+from fsdmoe.core.compat import all_gather, reduce_scatter
 from fsdmoe.mesh import Axis, MeshConfig, Meshes
 
 MIB = 2**20

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from fabric import Fabric, Load, Place
 from fabric_kernel import Timed
 
+from fsdmoe.core.rank_facts import RankFacts
 from fsdmoe.mesh import MeshConfig, Meshes, resolve_degrees
 from fsdmoe.observe.exposed import kind_of_traffic
-from fsdmoe.rank_facts import RankFacts
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from fsdmoe.core.placement import Placement, placed_parameter
 from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
@@ -21,7 +22,6 @@ from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.head import LMHead
-from fsdmoe.placement import Placement, placed_parameter
 
 EPS = 1e-6
 

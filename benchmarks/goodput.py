@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdmoe import events
-from fsdmoe.run_lock import LOCK
+from fsdmoe.core import events
+from fsdmoe.run.lock import LOCK
 
 ROOT = Path(__file__).parent.parent
 HOUR = 3600.0

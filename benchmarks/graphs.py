@@ -34,7 +34,6 @@ import torch
 from fsdp_world import emulated_meshes, emulated_world
 from torch import nn
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.data.batch import Batch
 from fsdmoe.feed import Feed
@@ -45,7 +44,8 @@ from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import build_model, preset_config
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim import AdamW, clip_grad_norm
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.loss_scale import LossScaler
 

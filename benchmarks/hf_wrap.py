@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

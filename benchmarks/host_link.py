@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
+from fsdmoe.core.rules import numbers_in
 from fsdmoe.memory import pinned
-from fsdmoe.rules import numbers_in
 
 MIB = 2**20
 

@@ -32,7 +32,7 @@ from transformers.utils.import_utils import is_causal_conv1d_available, is_flash
 
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 NAMES = ("transformers", "fsdmoe")

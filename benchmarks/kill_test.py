@@ -56,9 +56,9 @@ from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.config import Config, build_config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
-from fsdmoe.run_lock import RunLock
+from fsdmoe.run.lock import RunLock
 from fsdmoe.testing import RankFailure, run_ranks
 from fsdmoe.testing.ranks import PRELOAD
 from fsdmoe.train import Run

@@ -35,7 +35,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.fsdp import engine_of
 from fsdmoe.memory.config import Activation, MemoryConfig, Part
@@ -47,7 +47,7 @@ from fsdmoe.models import Decoder, build_model, preset_config
 from fsdmoe.models.memory_parts import check_parts, prepare_parts
 from fsdmoe.observe import print_table
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 GIB = 2**30

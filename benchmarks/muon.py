@@ -28,7 +28,7 @@ from fsdmoe.kernels.newton_schulz import newton_schulz, symmetric_product, symme
 from fsdmoe.models.config import ModelConfig, preset_config
 from fsdmoe.models.decoder import Decoder, build_model
 from fsdmoe.optim import AdamW, Muon, MuonConfig
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 MICRO_BATCHES = (1, 4)

@@ -33,7 +33,7 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.models import ModelConfig, build_model, preset_config
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.optim.moments import MomentFormat
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 FORMATS: dict[str, MomentFormat] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": "float8"}

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.core.placement import local_tensor
 from fsdmoe.experts.dispatch import Packing
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.mesh import build_meshes
-from fsdmoe.placement import local_tensor
 from fsdmoe.testing import run_ranks
 
 RANKS, NUM_EXPERTS, TOP_K = 4, 16, 4

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from timing import require_gpu
 
-from fsdmoe.auto_model import as_causal_lm, build_any_model
 from fsdmoe.config import Config, build_config
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.optim import build_optimizer, clip_grad_norm
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm, build_any_model
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.plan.estimate import estimate
 from fsdmoe.plan.hardware import GPUS
 from fsdmoe.plan.job import Job, Setting

@@ -38,9 +38,9 @@ from typing import Any
 from inks import INK, style_of
 from timing import child_environment, require_gpu
 
-from fsdmoe import events
 from fsdmoe.checkpoint.catalog import entries
 from fsdmoe.checkpoint.storage import open_storage
+from fsdmoe.core import events
 from fsdmoe.models.config import preset_config
 from fsdmoe.models.flops import idle_expert_params, num_parameters, training_flops_per_token
 from fsdmoe.observe.metrics import Row, read_metrics

@@ -44,7 +44,6 @@ from torch import nn
 from train_step_problem import DECAY, SEED, SETTINGS, STD, Problem, Step, plain_step
 from train_step_torchtitan import torchtitan_step
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.data.batch import Batch
 from fsdmoe.feed import Feed
@@ -56,7 +55,8 @@ from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import build_model
 from fsdmoe.models.init import Initializer
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.loss_scale import LossScaler
 

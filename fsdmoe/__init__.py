@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdmoe.lazy import lazy_names
+from fsdmoe.core.lazy import lazy_names
 
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from fsdmoe import checkpoint
-    from fsdmoe.auto_model import as_causal_lm
     from fsdmoe.data.origin import Origin
     from fsdmoe.experts.replay import RoutingTape
     from fsdmoe.experts.routing_file import save_routed_experts
-    from fsdmoe.explanation import explain
     from fsdmoe.feed import Feed, join_batches
     from fsdmoe.fsdp import FSDPConfig, engine_of
     from fsdmoe.huggingface.accelerator import prepare_accelerator
@@ -37,7 +35,9 @@ if TYPE_CHECKING:
     from fsdmoe.huggingface.trainer import prepare_trainer
     from fsdmoe.mesh import build_meshes
     from fsdmoe.optim import AdamW, clip_grad_norm
-    from fsdmoe.parallel import ParallelPolicy, parallelize
+    from fsdmoe.parallel.auto_model import as_causal_lm
+    from fsdmoe.parallel.build import ParallelPolicy, parallelize
+    from fsdmoe.parallel.explanation import explain
     from fsdmoe.precision.config import PrecisionConfig
     from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 

@@ -11,8 +11,8 @@ import os
 import sys
 
 import fsdmoe
+from fsdmoe.core.rules import nearest
 from fsdmoe.launch.ranks import launch, run_rank
-from fsdmoe.rules import nearest
 
 _PACKAGES = ("plan", "launch", "checkpoint", "observe", "data")
 

@@ -1,4 +1,4 @@
-"""The two device meshes of a run (:mod:`fsdmoe.axes` draws them), and every process group of their axes."""
+"""The two device meshes of a run (see :mod:`fsdmoe.core.axes`), and every process group of their axes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdmoe.all_ranks import by_rank
-from fsdmoe.axes import (
+from fsdmoe.core.all_ranks import by_rank
+from fsdmoe.core.axes import (
     DENSE_AXES,
     EXPERT_AXES,
     FLATTENED_DENSE,
@@ -24,9 +24,9 @@ from fsdmoe.axes import (
     axis_sizes,
     resolve_degrees,
 )
-from fsdmoe.errors import ConfigError
-from fsdmoe.process_group import init_distributed
-from fsdmoe.rank_facts import RankFacts, agree_on_facts, nodes_of
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.process_group import init_distributed
+from fsdmoe.core.rank_facts import RankFacts, agree_on_facts, nodes_of
 
 _EXCHANGING = (Axis.TP, Axis.CP, Axis.SEQUENCE, Axis.EP, Axis.ETP, Axis.EXPERT)
 """Axes over which a layer exchanges activations, while weights and gradients travel over others."""

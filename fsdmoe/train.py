@@ -19,18 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe import events, failures, lifecycle, run_config, run_lock
-from fsdmoe.auto_model import build_any_model
 from fsdmoe.check.self_check import run_self_check, wants_self_check
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import CommandLine, Config, load_config, start_meshes
 from fsdmoe.config.elastic import fit_mesh, told_mesh
+from fsdmoe.core import events, failures, lifecycle
+from fsdmoe.core.hush import hush_libraries
 from fsdmoe.feed import Feed, open_data
 from fsdmoe.graphs import build_micro_batches
 from fsdmoe.health.duties import Health
 from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.huggingface.preference import PreferenceLM
-from fsdmoe.hush import hush_libraries
 from fsdmoe.kernels.backend import choose_kernels, use_fixed_order
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
@@ -43,13 +42,15 @@ from fsdmoe.optim import (
     learning_rate,
     set_learning_rates,
 )
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import build_any_model
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
+from fsdmoe.parallel.step_duties import step_duties
 from fsdmoe.plan.dry_run import dry_run
 from fsdmoe.plan.recompute import decide_memory, free_bytes
 from fsdmoe.precision.config import torch_dtype
-from fsdmoe.run_facts import run_facts, start_card
-from fsdmoe.samples import Samples
-from fsdmoe.step_duties import step_duties
+from fsdmoe.run import kept_config, lock
+from fsdmoe.run.facts import run_facts, start_card
+from fsdmoe.run.samples import Samples
 
 
 class Run:
@@ -223,7 +224,8 @@ class Run:
         )
 
     def evaluate(self, received: Sequence[int] = ()) -> float:
-        """The mean loss over the held-out documents; :class:`fsdmoe.lifecycle.AskedToStop` at a signal."""
+        """The mean loss over the held-out documents; :class:`~fsdmoe.core.lifecycle.AskedToStop`
+        at a signal."""
         return self.feed.held_out_loss(
             self.decoder,
             self.data.eval_batches(self.config.train.eval_batches),
@@ -356,10 +358,10 @@ def train(command: CommandLine) -> int:
                     ending.status, ending.code = "checked", code
                     dist.destroy_process_group()  # also after a failed check: all ranks are here
                     return code
-            locks = run_lock.hold_folders(command, ending)
+            locks = lock.hold_folders(command, ending)
             decision = decide_memory(config, command.world_size, free_bytes(meshes.device))
             decisions = decision.told | told_mesh(command.config, config, command.world_size)
-            kept = run_config.keep_config(command, meshes, decisions)
+            kept = kept_config.keep_config(command, meshes, decisions)
             trains = not command.evaluate_only
             run = Run(decision.config, meshes, trains=trains, told=kept.told, decisions=decisions)
             kept.write()  # not earlier where checkpoints are: until they are loaded, the old one is theirs

@@ -42,7 +42,7 @@ RETIRED = {
     r"\b(Flight|depart|(?<!mbarrier\.)arrive|Lane|Ticket|Mark|Passage|Visits|announce)\b": "",
     r"\b(show_full|show_sharded|grads_open)\b": "",
     r"\b(Plan|Traffic|Segment|Permutation)\(": "",
-    r"\b(tell|leave)\b": "fsdmoe/lifecycle.py",
+    r"\b(tell|leave)\b": "fsdmoe/core/lifecycle.py",
     r"(?<![A-Za-z\"])([Ll]ane|[Uu]nit)s?(?![a-z\"])": "fsdmoe/data/",
     r"\b([Ll]ane|[Uu]nit)s?\b": "docs/data.md",
 }

@@ -12,50 +12,15 @@ import fsdmoe
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdmoe"
 
-BASEMENT = {
-    "all_ranks",
-    "autograd",
-    "axes",
-    "boxes",
-    "capturing",
-    "compat",
-    "errors",
-    "events",
-    "failures",
-    "precision",
-    "labels",
-    "lazy",
-    "lifecycle",
-    "mesh",
-    "ring_send_recv",
-    "placement",
-    "process_group",
-    "rank_facts",
-    "features",
-    "hush",
-    "rewrites",
-    "rules",
-}
 FLOORS = {
+    0: {"core", "mesh", "precision"},
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory"},
     2: {"experts", "fsdp"},
     3: {"models", "huggingface", "feed", "optim", "checkpoint", "fsdp2"},
-    4: {
-        "step_duties",
-        "auto_model",
-        "explanation",
-        "parallel",
-        "config",
-        "graphs",
-        "health",
-        "quantized_layers",
-        "frozen_layers",
-        "rounded_layers",
-        "quantized_state",
-    },
-    5: {"check", "launch", "plan", "run_config", "run_facts", "run_lock", "samples", "train"},
+    4: {"parallel", "config", "graphs", "health"},
+    5: {"check", "launch", "plan", "run", "train"},
 }
-FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}
+FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 # The harness is for tests; the package's own __init__ imports all that it exports.
 WITHOUT_A_FLOOR = {"testing", "__init__", "__main__"}
 BY_NAME = {"importlib.import_module", "import_module", "__import__"}
@@ -176,7 +141,7 @@ def test_what_is_imported_by_name_is_a_literal_that_the_search_for_circles_sees(
         if isinstance(node, ast.Call)
         and is_import_by_name(node)
         and not isinstance(node.args[0], ast.Constant)
-        and path != PACKAGE / "lazy.py"  # whose names stand as imports in each package's __init__
+        and path != PACKAGE / "core/lazy.py"  # whose names stand as imports in each package's __init__
     ]
     assert not unseen, "\n".join(unseen)
     path = PACKAGE / "kernels/backend.py"
@@ -199,21 +164,13 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 def test_the_tree_has_the_packages_of_the_design() -> None:
-    names = {
-        "config",
+    assert {path.name for path in PACKAGE.glob("*.py")} == {
+        "__init__.py",
+        "__main__.py",
         "mesh.py",
-        "parallel.py",
-        "experts",
-        "fsdp",
-        "kernels",
-        "models",
-        "huggingface",
-        "feed",
-        "checkpoint",
-        "optim",
+        "train.py",
     }
-    names |= {"data", "precision", "observe", "testing"}
-    assert names <= {path.name for path in PACKAGE.iterdir()}
+    assert set(FLOOR_OF) - {"mesh", "train"} <= {path.name for path in PACKAGE.iterdir()}
     assert {"train.py", "configs", "tests", "pyproject.toml"} <= {path.name for path in ROOT.iterdir()}
 
 

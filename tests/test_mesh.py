@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import Axis, Degrees, MeshConfig, Meshes, build_meshes, resolve_degrees
 from fsdmoe.testing import run_ranks
 

@@ -9,8 +9,8 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from fsdmoe.all_ranks import by_rank
-from fsdmoe.rules import size_text
+from fsdmoe.core.all_ranks import by_rank
+from fsdmoe.core.rules import size_text
 
 MOST_CLOCK_SECONDS = 1.0
 """Clocks that differ by more make logs of several machines, and the age of files, hard to trust."""

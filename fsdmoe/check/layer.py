@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from fsdmoe import checkpoint
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.check.judge import CheckResult, Verdict, judge_gradients, judge_owners
 from fsdmoe.checkpoint.agree import from_first, together
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import split_address
 from fsdmoe.config import Config
+from fsdmoe.core.all_ranks import from_all_ranks
 from fsdmoe.data import Batch
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.feed import Feed
@@ -25,7 +25,7 @@ from fsdmoe.fsdp import FSDPConfig, engine_of
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models import Decoder, Initializer, ModelConfig, StepCounts, build_model, materialize
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 _SEED, _STD, _VOCAB = 7, 0.2, 64

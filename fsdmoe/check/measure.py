@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdmoe import compat
+from fsdmoe.core import compat
 from fsdmoe.mesh import Axis, Meshes
 
 _TRIES = 5

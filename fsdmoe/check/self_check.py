@@ -27,12 +27,12 @@ from statistics import median
 
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.check import judge, measure
 from fsdmoe.check.judge import CheckResult, Verdict
 from fsdmoe.check.layer import CheckedLayer, seen_files
 from fsdmoe.config import Config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.flops import num_parameters
 from fsdmoe.observe import print_table

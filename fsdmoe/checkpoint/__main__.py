@@ -46,11 +46,11 @@ from fsdmoe.checkpoint.tables import (
 )
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
-from fsdmoe.errors import ConfigError
-from fsdmoe.failures import own_rank
-from fsdmoe.hush import hush_libraries
-from fsdmoe.rules import nearest
-from fsdmoe.run_lock import RunLock
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.failures import own_rank
+from fsdmoe.core.hush import hush_libraries
+from fsdmoe.core.rules import nearest
+from fsdmoe.run.lock import RunLock
 
 _PIPE_WIDTH = 1000
 _FOUND = ("path", "a checkpoint, or a run's folder (then its newest)")

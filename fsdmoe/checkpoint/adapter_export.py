@@ -22,7 +22,7 @@ from fsdmoe.checkpoint.saved_box import Boxes, SavedBox
 from fsdmoe.checkpoint.session import open_newest
 from fsdmoe.checkpoint.storage import StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.rules import one_of
+from fsdmoe.core.rules import one_of
 
 logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

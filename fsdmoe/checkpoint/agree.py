@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
 
 T = TypeVar("T")
 

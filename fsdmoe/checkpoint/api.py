@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.all_ranks import require_alike
-from fsdmoe.boxes import overlap
 from fsdmoe.checkpoint.adapter_names import INITIAL, SHELL, is_adapter_name, stored_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
@@ -40,6 +38,8 @@ from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_addr
 from fsdmoe.checkpoint.taken_codes import take_codes, takeable
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
+from fsdmoe.core.all_ranks import require_alike
+from fsdmoe.core.boxes import overlap
 from fsdmoe.mesh import Meshes
 from fsdmoe.precision.deployed_formats import all_roundings
 

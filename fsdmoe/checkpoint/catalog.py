@@ -21,8 +21,8 @@ from fsdmoe.checkpoint.hf_folder import is_hf_folder
 from fsdmoe.checkpoint.limited_storage import Limits
 from fsdmoe.checkpoint.reader import peek_serial
 from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
-from fsdmoe.errors import ConfigError
-from fsdmoe.rules import near_file
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import near_file
 
 logger = logging.getLogger(__name__)
 

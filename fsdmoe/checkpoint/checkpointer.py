@@ -32,9 +32,9 @@ from fsdmoe.checkpoint.start_place import Place, place_of
 from fsdmoe.checkpoint.storage import StrPath, open_storage
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import NOT_ENOUGH, SaveOrder
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import size_text
 from fsdmoe.mesh import Meshes
-from fsdmoe.rules import size_text
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.tree import SEPARATOR
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 _WEIGHTS = f"model{SEPARATOR}"
 

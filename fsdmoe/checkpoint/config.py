@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdmoe.errors import refuse
-from fsdmoe.rules import at_least
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import at_least
 
 RUN_FOLDER = "checkpoints"
 """Where a run keeps its checkpoints, in its own folder."""

@@ -19,9 +19,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from fsdmoe import failures
 from fsdmoe.checkpoint.catalog import Entry
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.core import failures
 
 COURSE = "course.json"
 

@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.boxes import overlap
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Shape
 from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.boxes import overlap
+from fsdmoe.core.errors import ConfigError
 
 Family = Literal["qwen3", "deepseek_v3", "llama4"]
 

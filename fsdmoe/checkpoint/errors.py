@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdmoe.errors import UserError
+from fsdmoe.core.errors import UserError
 
 
 class CheckpointError(UserError, RuntimeError):

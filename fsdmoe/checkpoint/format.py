@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from fsdmoe.boxes import Shape, overlap
 from fsdmoe.checkpoint.blocks import BLOCK_BYTES, FileRecord, num_blocks, pack, unpack
 from fsdmoe.checkpoint.dtypes import dtype_name, dtype_named
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.core.boxes import Shape, overlap
 
 MANIFEST, METADATA = "manifest.json", "metadata.json"
 LATEST, MARKER, BEGUN = "latest", "COMMITTED", "BEGUN"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.models.rope_config import PLAIN_ROPE, RopeConfig
 
 SPELLINGS = ("rope_scaling", "rope_parameters")

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.api import Loaded, LoadPolicy, files_to_read, load_first, snapshot
 from fsdmoe.checkpoint.config import CheckpointConfig
@@ -65,9 +64,10 @@ from fsdmoe.checkpoint.writer import (
     write_documents,
     write_share,
 )
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import size_text
 from fsdmoe.mesh import Meshes
-from fsdmoe.rules import size_text
 
 logger = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.checkpoint.agree import together, world
 from fsdmoe.checkpoint.errors import DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, parse_manifest
 from fsdmoe.checkpoint.local_storage import LocalStorage
+from fsdmoe.core.all_ranks import from_all_ranks
 
 ROOT = Path("/dev/shm")
 """A file system in memory; what is in it outlives processes, not the host."""

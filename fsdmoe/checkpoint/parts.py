@@ -25,12 +25,12 @@ from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.settings import OptimizerSettings, settled
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import local_tensor, placement_of
 from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.fsdp.frozen_codes import CodedUnit, coded_units
 from fsdmoe.fsdp.subclass import inner_tensors, is_subclass
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import local_tensor, placement_of
 
 MEMBERS = "members"
 """The key of a stored parameter group for the names of its parameters."""

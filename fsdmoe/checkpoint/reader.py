@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdmoe.boxes import contiguous_strides, overlap
 from fsdmoe.checkpoint.blocks import first_bad_block
 from fsdmoe.checkpoint.errors import DamagedCheckpointError
 from fsdmoe.checkpoint.format import (
@@ -30,6 +29,7 @@ from fsdmoe.checkpoint.format import (
 from fsdmoe.checkpoint.gpt_oss import dequantise_mxfp4
 from fsdmoe.checkpoint.quantised import dequantise, dequantise_int4
 from fsdmoe.checkpoint.storage import Storage, read_file
+from fsdmoe.core.boxes import contiguous_strides, overlap
 
 _WINDOW_BYTES = 16 << 20
 

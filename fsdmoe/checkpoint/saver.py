@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.api import about_parts, snapshot
 from fsdmoe.checkpoint.config import CheckpointConfig
@@ -32,7 +31,8 @@ from fsdmoe.checkpoint.session import describe
 from fsdmoe.checkpoint.staging import Stager
 from fsdmoe.checkpoint.storage import Storage
 from fsdmoe.checkpoint.writer import SaveOrder
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Meshes
 

@@ -15,8 +15,8 @@ import torch
 
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.host_memory import available_host_bytes
+from fsdmoe.core.rules import size_text
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
-from fsdmoe.rules import size_text
 
 _JOIN_GAP_BYTES = 64 << 10
 _ALIGNMENT = 256

@@ -33,8 +33,8 @@ from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.errors import refuse
-from fsdmoe.rules import at_least
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import at_least
 
 # dense families and the MoE family with the same attention and norms
 FAMILIES = {"qwen3": "qwen3_moe", "llama": "mixtral", "mistral": "mixtral"}

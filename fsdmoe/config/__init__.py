@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdmoe.lazy import lazy_names
+from fsdmoe.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fsdmoe.config.build import build_config

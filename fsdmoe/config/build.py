@@ -15,7 +15,7 @@ from fsdmoe.config.removed import without_removed_keys, without_removed_options
 from fsdmoe.config.schema import SECTIONS, Config
 from fsdmoe.config.suggest import FLAGS, suggest, suggest_section
 from fsdmoe.config.values import Problems, build_section, parse_override
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.models.config import ModelConfig, preset_fields
 from fsdmoe.models.rope_config import RopeConfig
 

@@ -13,14 +13,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from fsdmoe.axes import Degrees, MeshConfig, axis_sizes, resolve_degrees
 from fsdmoe.config.compatibility import check_compatibility, own_where_needed
 from fsdmoe.config.hf import check_attention
 from fsdmoe.config.schema import Config
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.context_parallel.planner import group_sizes
+from fsdmoe.core.axes import Degrees, MeshConfig, axis_sizes, resolve_degrees
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.config import check_batch, require_holdout
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.divide import check_clones_stay, check_expert_width, experts_per_rank
 from fsdmoe.models.memory_parts import check_parts
 from fsdmoe.tensor_parallel.divide import check_tensor_parallel
@@ -134,7 +134,7 @@ def _policy_problems(config: Config, is_here: bool) -> Findings:
     """What parts that are built from several sections would refuse."""
     problems: Findings = []
     if config.precision.recipe != "bf16" and is_here:
-        from fsdmoe.quantized_layers import check_recipe  # asks the device, which needs torch
+        from fsdmoe.kernels.recipe_support import check_recipe  # asks the device, which needs torch
 
         problems += asked(check_recipe, own_where_needed(vars(config)))
     if config.train.eval_interval >= 0:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdmoe import events
 from fsdmoe.config.build import compose, override_problems
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
@@ -23,7 +22,8 @@ from fsdmoe.config.suggest import BARE, WITH_VALUE
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems
 from fsdmoe.config.warnings import cpu_warnings, warnings_of
-from fsdmoe.failures import own_rank, report_error
+from fsdmoe.core import events
+from fsdmoe.core.failures import own_rank, report_error
 from fsdmoe.observe.console import suppress_broken_pipe
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from fsdmoe.config import features as on
 from fsdmoe.config.schema import Config
+from fsdmoe.core.features import CANNOT, NOT_BUILT, RIGHT, Row, refuse_together, refused_rows
 from fsdmoe.experts.config import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
-from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refuse_together, refused_rows
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FROZEN_CODES, LEAN, SHARDING_ROWS
 from fsdmoe.optim.config import (
     EMA,
@@ -264,13 +264,13 @@ TESTED_ROWS = (
     ),
     Row(on.GRAPHS_OF_LAYERS, MUON, RIGHT, _WITH_GRAPHS),
     Row(on.DETERMINISTIC, EXPERT_PARALLELISM, RIGHT, "tests/behaviour/test_deterministic.py"),
-    Row(FROZEN_CODES, EXPERT_PARALLELISM, RIGHT, "tests/test_frozen_layers.py"),
-    Row(FROZEN_CODES, on.ADAPTERS, RIGHT, "tests/test_frozen_layers.py"),
-    Row(FROZEN_CODES, on.RECIPE, RIGHT, "tests/test_frozen_layers.py"),
-    Row(on.RECIPE_OF_EXPERTS, on.ADAPTED_EXPERTS, RIGHT, "tests/test_frozen_layers.py"),
+    Row(FROZEN_CODES, EXPERT_PARALLELISM, RIGHT, "tests/parallel/test_frozen_layers.py"),
+    Row(FROZEN_CODES, on.ADAPTERS, RIGHT, "tests/parallel/test_frozen_layers.py"),
+    Row(FROZEN_CODES, on.RECIPE, RIGHT, "tests/parallel/test_frozen_layers.py"),
+    Row(on.RECIPE_OF_EXPERTS, on.ADAPTED_EXPERTS, RIGHT, "tests/parallel/test_frozen_layers.py"),
     Row(on.CLONES, on.RECIPE_OF_EXPERTS, RIGHT, "tests/behaviour/experts/test_clones.py"),
-    Row(on.QAT, EXPERT_PARALLELISM, RIGHT, "tests/test_rounded_layers.py"),
-    Row(on.QAT, on.WRAPPED, RIGHT, "tests/test_rounded_layers.py"),
+    Row(on.QAT, EXPERT_PARALLELISM, RIGHT, "tests/parallel/test_rounded_layers.py"),
+    Row(on.QAT, on.WRAPPED, RIGHT, "tests/parallel/test_rounded_layers.py"),
     Row(on.ADAPTERS, on.WRAPPED, RIGHT, "tests/behaviour/test_adapter_run.py"),
     Row(on.POLICIES, on.WRAPPED, RIGHT, "tests/behaviour/huggingface/test_policies.py"),
     Row(on.MEMORY_COPIES, EXPERT_PARALLELISM, RIGHT, "tests/behaviour/test_elastic.py"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fsdmoe.config.compatibility import REFUSED, TABLE
-from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, Verdict
+from fsdmoe.core.features import CANNOT, NOT_BUILT, Feature, Row, Verdict
 
 _HEAD = """# What goes with what
 

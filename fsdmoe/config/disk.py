@@ -13,10 +13,10 @@ from fsdmoe.config.checks import Findings, asked
 from fsdmoe.config.kept import start_problems
 from fsdmoe.config.schema import Config
 from fsdmoe.config.weights import weight_problems
+from fsdmoe.core.rules import choice_like
 from fsdmoe.data.files import why_not_writable
 from fsdmoe.data.sources import data_problems
 from fsdmoe.data.tokenizer import Tokenizer
-from fsdmoe.rules import choice_like
 
 
 def disk_findings(

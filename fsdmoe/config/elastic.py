@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdmoe.axes import MeshConfig
 from fsdmoe.config.checks import mesh_problems
 from fsdmoe.config.schema import Config
-from fsdmoe.rules import divisors
+from fsdmoe.core.axes import MeshConfig
+from fsdmoe.core.rules import divisors
 
 _PREFERRED = ("ep", "tp", "cp", "etp", "dp_outer")
 """Of two meshes of the same size, the one with more of the earlier axis is taken."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fsdmoe.features import Chosen, Feature, above, choice, switch
+from fsdmoe.core.features import Chosen, Feature, above, choice, switch
 from fsdmoe.memory.config import Part
 
 # Graphs

@@ -10,8 +10,8 @@ from typing import Any
 
 from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
+from fsdmoe.core.errors import ConfigError, refuse
 from fsdmoe.data.tokenizer import tokenizer_file
-from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.models.config import ModelConfig
 
 _PRINTED = {"architecture", "vocab_size", "hidden_size", "num_hidden_layers"}

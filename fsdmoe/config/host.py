@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fsdmoe.checkpoint.host_memory import available_host_bytes
 from fsdmoe.config.schema import Config
+from fsdmoe.core.rules import size_text
 from fsdmoe.models.flops import num_parameters
-from fsdmoe.rules import size_text
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

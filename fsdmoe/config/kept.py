@@ -32,8 +32,8 @@ from fsdmoe.config.first_start import (
 from fsdmoe.config.schema import SECTIONS, Config, by_dotted_key
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems, former_names
+from fsdmoe.core.rules import near_file
 from fsdmoe.models.config import PRESETS
-from fsdmoe.rules import near_file
 
 KEPT = "config.toml"
 """Its name in the folder of a run."""

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdmoe.axes import MeshConfig
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.core.axes import MeshConfig
 from fsdmoe.data.config import DataConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig

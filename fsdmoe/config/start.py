@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdmoe.all_ranks import require_alike
 from fsdmoe.config.schema import Config, by_dotted_key
+from fsdmoe.core.all_ranks import require_alike
+from fsdmoe.core.process_group import init_distributed
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.process_group import init_distributed
 
 
 def start_meshes(config: Config) -> Meshes:

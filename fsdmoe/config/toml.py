@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
-from fsdmoe.rules import near_file
+from fsdmoe.core.rules import near_file
 
 PACKAGED = Path(__file__).parents[1] / "configs"
 """In the repository a link to ``configs/``; a wheel has its files."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.rules import at_least, one_of
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import at_least, one_of
 
 Graphs = Literal["none", "layer", "step"]
 SelfCheck = Literal["auto", "on", "off"]

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, Union
 
 from fsdmoe.config.keys import all_keys, table_of
 from fsdmoe.config.suggest import suggest
-from fsdmoe.errors import ConfigError
-from fsdmoe.rules import one_of
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import one_of
 
 Problems = list[str]
 T = TypeVar("T")

@@ -24,7 +24,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
 from fsdmoe.context_parallel.block_attention import (
     KeyValueGradient,
     Merger,
@@ -38,8 +37,9 @@ from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.exchange import gather_heads, scatter_heads
 from fsdmoe.context_parallel.kv_exchange import GatherKVExchange, KVExchange, LocalKVExchange, RingKVExchange
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.errors import refuse
-from fsdmoe.rules import one_of
+from fsdmoe.core.autograd import once_differentiable
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import one_of
 
 
 class ContextAttention:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.axes import Axis
 from fsdmoe.context_parallel.planner import check_fits
-from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.rules import at_least, nearest_divisors, one_of
+from fsdmoe.core.axes import Axis
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import at_least, nearest_divisors, one_of
 
 Mode = Literal["ring", "all_to_all", "all_gather"]
 Varlen = Literal["auto", "always", "never"]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 TILE = 128
 """Rows and columns that a kernel computes at once."""

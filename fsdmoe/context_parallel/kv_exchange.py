@@ -29,11 +29,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fsdmoe.compat import all_gather, reduce_scatter
 from fsdmoe.context_parallel.block_attention import KeyValueGradient
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.ring_send_recv import RingSendRecv
+from fsdmoe.core.compat import all_gather, reduce_scatter
+from fsdmoe.core.ring_send_recv import RingSendRecv
 
 Attend = Callable[[Block, Tensor, Tensor], None]
 AttendBackward = Callable[[Block, Tensor, Tensor], KeyValueGradient]

@@ -22,7 +22,7 @@ import numpy as np
 
 from fsdmoe.context_parallel.cost import CostModel
 from fsdmoe.context_parallel.step_plan import MicroBatch, StepPlan, imbalance
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 _ROUNDING = 1 + 1e-9
 _PASSES = 8

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 PADDING = -1
 """The document id (and the place in the row) of a token that is only there to fill a rank's row."""

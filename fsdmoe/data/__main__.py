@@ -19,6 +19,8 @@ from fsdmoe.config.build import compose
 from fsdmoe.config.command_line import split_arguments
 from fsdmoe.config.toml import read_toml
 from fsdmoe.config.warnings import warnings_of
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import choice_like, counted
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.config import DataConfig, keyed_sources
 from fsdmoe.data.packing import pack_rows
@@ -28,9 +30,7 @@ from fsdmoe.data.spans import Spans
 from fsdmoe.data.store import SECOND_BEGINS
 from fsdmoe.data.stream import DataStream, build_data
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
-from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.observe.console import make_console, suppress_broken_pipe
-from fsdmoe.rules import choice_like, counted
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.failures import free_some
 from fsdmoe.data.store import META, read_meta
-from fsdmoe.errors import ConfigError
-from fsdmoe.failures import free_some
 
 _POLL_SECONDS = 0.1
 _SAY_WAITING_AFTER = 5.0

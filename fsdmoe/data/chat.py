@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.chat_records import Completion, Content, Conversation, Message, Preference, texts_of
 from fsdmoe.data.chat_template import ChatTemplate, IntArray
 from fsdmoe.data.store import SECOND_BEGINS
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer
-from fsdmoe.errors import ConfigError
 
 Document = tuple[TokenArray, npt.NDArray[np.uint8]]
 """Token ids, and for each whether it carries loss (1), or begins the second of a pair."""

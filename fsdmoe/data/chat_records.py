@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 Message = dict[str, Any]
 FIELDS = {"chat": ("messages",), "completion": ("prompt", "completion"), "preference": ("chosen", "rejected")}

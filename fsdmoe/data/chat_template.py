@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.chat_records import Conversation, Message
 from fsdmoe.data.tokenizer import BYTE_SPECIALS, Tokenizer, tokenizer_path
-from fsdmoe.errors import ConfigError
 
 try:
     from tokenizers import Tokenizer as Backend

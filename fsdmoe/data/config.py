@@ -25,8 +25,8 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.rules import at_least, one_of
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import at_least, one_of
 
 SourceKind = Literal[
     "python-stdlib", "text", "jsonl", "parquet", "chat", "completion", "preference", "tokens"

@@ -11,9 +11,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import near_file
 from fsdmoe.data.config import DEFAULT_GLOBS, SourceConfig
-from fsdmoe.errors import ConfigError
-from fsdmoe.rules import near_file
 
 # Left out of the standard-library corpus: third-party packages, compiled files, and tests, some of which are
 # deliberately broken source or not UTF-8.

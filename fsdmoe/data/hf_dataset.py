@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.config import SourceConfig
-from fsdmoe.errors import ConfigError
 
 try:
     import datasets

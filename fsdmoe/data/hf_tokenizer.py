@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.files import is_lfs_pointer
 from fsdmoe.data.token_types import TokenArray
-from fsdmoe.errors import ConfigError
 
 try:
     from tokenizers import Tokenizer as _Backend

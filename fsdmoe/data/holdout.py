@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.chunks import ChunkTable, build_chunks, index_blocks
 from fsdmoe.data.spans import IntArray, Spans
 from fsdmoe.data.store import TokenStore
-from fsdmoe.errors import ConfigError
 
 
 class Holdout:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 try:
     import pyarrow as pa

@@ -26,6 +26,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import cache
 from fsdmoe.data.cache import say
 from fsdmoe.data.config import SourceConfig, TokenDtype, source_name
@@ -33,7 +34,6 @@ from fsdmoe.data.files import OFFSETS_SUFFIX, SourceFile
 from fsdmoe.data.permutation import hash_indices
 from fsdmoe.data.store import read_meta, write_meta
 from fsdmoe.data.token_file import Opener, TokenFile, file_opener
-from fsdmoe.errors import ConfigError
 
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16

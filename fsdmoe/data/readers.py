@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.chat_records import (
     FIELDS,
     OPTIONAL_FIELDS,
@@ -26,7 +27,6 @@ from fsdmoe.data.chat_records import (
 )
 from fsdmoe.data.config import OnError, SourceConfig, source_name
 from fsdmoe.data.files import SourceFile
-from fsdmoe.errors import ConfigError
 
 _BLOCK_BYTES = 1 << 22
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import counted
 from fsdmoe.data import cache
 from fsdmoe.data.cache import cache_folder, open_or_build, say
 from fsdmoe.data.chat_records import FIELDS, Content, Conversation, Preference
@@ -24,8 +26,6 @@ from fsdmoe.data.readers import Dropped, Record, first_document, no_documents, r
 from fsdmoe.data.store import StoreWriter, TokenStore, open_store
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
-from fsdmoe.errors import ConfigError
-from fsdmoe.rules import counted
 
 if TYPE_CHECKING:
     from fsdmoe.data.chat import ChatEncoder

@@ -18,9 +18,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.cursors import Position, open_cursor
 from fsdmoe.data.order import ChunkOrder, Progress
-from fsdmoe.errors import ConfigError
 
 _VERSION = 2
 

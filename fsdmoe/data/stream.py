@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import state as saved
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.cache import say
@@ -25,7 +26,6 @@ from fsdmoe.data.pipeline import Pipeline, Prepare, RowReader, Shape, Step
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.spans import NO_SOURCE
 from fsdmoe.data.store import TokenStore
-from fsdmoe.errors import ConfigError
 
 _MOST_CURSORS = 64
 _ROWS_PER_PIECE = 16

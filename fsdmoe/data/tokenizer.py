@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.token_types import TokenArray
-from fsdmoe.errors import ConfigError
 
 
 class Tokenizer(Protocol):

@@ -10,9 +10,9 @@ import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdmoe.errors import refuse
-from fsdmoe.features import CANNOT, Row, above, choice
-from fsdmoe.rules import at_least, one_of
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.features import CANNOT, Row, above, choice
+from fsdmoe.core.rules import at_least, one_of
 
 DispatcherName = Literal["auto", "local", "allgather", "all_to_all", "by_node", "flex"]
 Scope = Literal["sequence", "micro_batch", "global_batch"]

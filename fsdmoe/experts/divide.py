@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdmoe.errors import ConfigError
-from fsdmoe.rules import divisor_problems
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import divisor_problems
 
 
 def experts_per_rank(num_experts: int, ep: int, world_size: int = 0) -> int:

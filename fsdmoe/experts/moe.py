@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from fsdmoe.core.placement import Placement, halves
 from fsdmoe.experts.balance import joint_balance_loss
 from fsdmoe.experts.cloned import ClonedExperts
 from fsdmoe.experts.config import BalanceConfig
@@ -39,7 +40,6 @@ from fsdmoe.kernels.expert_mlp import ExpertFunction, expert_function
 from fsdmoe.kernels.expert_operands import NO_UPDATES, ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import LateWeights, later
 from fsdmoe.memory.calls import plain_calls
-from fsdmoe.placement import Placement, halves
 
 
 class ExpertCompute:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fsdmoe.core.placement import SplitMeshes
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch import Choice, Links, build_dispatcher, options_of
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.mesh import Meshes
-from fsdmoe.placement import SplitMeshes
 
 
 def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:

@@ -25,8 +25,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.origin import Origin
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.routing_file import Recording, RoutingTable
 

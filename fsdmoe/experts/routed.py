@@ -28,8 +28,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import is_in_backward
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.autograd import is_in_backward
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.dispatch import Dispatcher, DispatchPlan, Rows, sending_again
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.shared import SideStream

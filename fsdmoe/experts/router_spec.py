@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdmoe.errors import refuse
+from fsdmoe.core.errors import refuse
 from fsdmoe.kernels.router_policy import TopKPolicy
 
 

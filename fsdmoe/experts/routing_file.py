@@ -34,8 +34,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.origin import Origin
-from fsdmoe.errors import ConfigError
 
 _FORMAT = "fsdmoe-routing-2"  # also the only metadata key: with several, their order would vary
 _SUFFIX = ".safetensors"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.kernels.router_policy import ScoreName

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdmoe.boxes import Shape
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.boxes import Shape
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import Coordinates, Cut, Placement, SplitMeshes, register_split, split_parameter
 from fsdmoe.experts.divide import ep_problems, etp_problems
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Coordinates, Cut, Placement, SplitMeshes, register_split, split_parameter
 
 
 def expert_placement(num_experts: int, shape: Shape, etp: Cut) -> Placement:

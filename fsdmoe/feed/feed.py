@@ -19,14 +19,14 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.labels import raise_noted_anywhere
 from fsdmoe.data import Batch
 from fsdmoe.data.origin import NO_DOCUMENT, Origin
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.feed.dynamic import replan_documents
-from fsdmoe.labels import raise_noted_anywhere
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.causal_lm import CausalLM, StepCounts

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fsdmoe.all_ranks import from_all_ranks
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import Meshes
 
 Batch = TypeVar("Batch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdmoe.all_ranks import require_alike
+from fsdmoe.core.all_ranks import require_alike
 from fsdmoe.data import DataConfig, DataStream, build_data
 
 

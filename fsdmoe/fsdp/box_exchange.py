@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdmoe.boxes import Shape, overlap
+from fsdmoe.core.boxes import Shape, overlap
 
 
 class Extent(NamedTuple):

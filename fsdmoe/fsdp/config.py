@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from fsdmoe.errors import refuse
-from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refused_rows, switch
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.features import CANNOT, NOT_BUILT, Feature, Row, choice, refused_rows, switch
+from fsdmoe.core.rules import one_of
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
-from fsdmoe.rules import one_of
 
 if TYPE_CHECKING:
     import torch

@@ -30,8 +30,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from fsdmoe.core.placement import SplitMeshes, computes_on_dtensor, make_dtensor
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import SplitMeshes, computes_on_dtensor, make_dtensor
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdmoe.core.placement import contiguous_strides
 from fsdmoe.fsdp.box_exchange import Extent, exchange_boxes
 from fsdmoe.fsdp.shard_layout import RaggedShard, ShardLayout
 from fsdmoe.fsdp.strided import without_strides
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import contiguous_strides
 
 
 class DTensorManners:

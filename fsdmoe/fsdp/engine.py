@@ -28,8 +28,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_hooks
 
-from fsdmoe.autograd import is_in_backward
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.autograd import is_in_backward
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.labels import raise_noted
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
@@ -42,7 +43,6 @@ from fsdmoe.fsdp.plan import ModelPlan
 from fsdmoe.fsdp.release import PROBLEM, Keep, ReleasedMemory
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.unit import Unit, accumulates_any
-from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.precision.config import torch_dtype
 

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdmoe.compat import reduce_scatter
+from fsdmoe.core.compat import reduce_scatter
 from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.plan import GroupPlan

@@ -38,8 +38,8 @@ from typing import NamedTuple
 
 import torch
 
-from fsdmoe.autograd import is_in_backward
-from fsdmoe.capturing import is_capturing
+from fsdmoe.core.autograd import is_in_backward
+from fsdmoe.core.capturing import is_capturing
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Stage

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.all_ranks import from_all_ranks, require_alike
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks, require_alike
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import local_tensor
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.param_group import ParamGroup
-from fsdmoe.placement import local_tensor
 
 logger = logging.getLogger(__name__)
 

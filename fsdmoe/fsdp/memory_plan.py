@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdmoe.core.placement import Coordinates
+from fsdmoe.core.rules import size_text
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.plan import GroupPlan, ModelPlan, plan_model
 from fsdmoe.fsdp.units import select_units
 from fsdmoe.mesh import Axis, Degrees, axis_sizes, mesh_without_groups
-from fsdmoe.placement import Coordinates
-from fsdmoe.rules import size_text
 
 
 class PlannedMeshes:

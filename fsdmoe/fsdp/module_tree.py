@@ -15,7 +15,7 @@ from collections.abc import Container
 
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp.subclass import is_subclass
 
 

@@ -25,13 +25,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdmoe.errors import ConfigError
-from fsdmoe.fsdp.config import FSDPPolicy
-from fsdmoe.fsdp.dtensor import DTensorView, is_split_by_dtensors
-from fsdmoe.fsdp.layout import DEFAULT_GRANULE, FlatLayout, Item, align_elements, plan_layout
-from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, is_plain_embedding
-from fsdmoe.mesh import Axis
-from fsdmoe.placement import (
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import (
     Coordinates,
     Placement,
     SplitMeshes,
@@ -39,6 +34,11 @@ from fsdmoe.placement import (
     local_tensor,
     placement_of,
 )
+from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.fsdp.dtensor import DTensorView, is_split_by_dtensors
+from fsdmoe.fsdp.layout import DEFAULT_GRANULE, FlatLayout, Item, align_elements, plan_layout
+from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, is_plain_embedding
+from fsdmoe.mesh import Axis
 from fsdmoe.precision.deployed_formats import WeightRounding, weight_rounding
 from fsdmoe.precision.formats import Scaling
 from fsdmoe.precision.four_bit import FourBit

@@ -18,12 +18,12 @@ from typing import Literal, get_args
 
 import torch
 
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import one_of
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.unit import Unit
-from fsdmoe.rules import one_of
 
 Keep = Literal["host", "nothing"]
 PROBLEM = "its memory was released; call engine_of(model).restore() first"

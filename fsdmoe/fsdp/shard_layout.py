@@ -20,9 +20,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdmoe.boxes import Box
+from fsdmoe.core.boxes import Box
+from fsdmoe.core.placement import Placement
 from fsdmoe.mesh import DENSE_AXES, EXPERT_AXES, Axis, Meshes
-from fsdmoe.placement import Placement
 
 # Broadcasting from each owner moves no padding but costs a launch each; past this many, gather equal chunks.
 MAX_BROADCASTS = 8

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.all_ranks import require_alike
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import require_alike
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import local_tensor
 from fsdmoe.fsdp.buffer import BufferPool, Scratch, Slot
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
@@ -39,7 +40,6 @@ from fsdmoe.fsdp.torch_tools import refuse_conversion, teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, select_units
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import local_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -37,13 +37,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from fsdmoe.boxes import Box
+from fsdmoe.core.boxes import Box
+from fsdmoe.core.placement import Placement
 from fsdmoe.fsdp.access import Access, ReadGuard
 from fsdmoe.fsdp.dtensor_manners import DTensorManners, piece_of_dtensor
 from fsdmoe.fsdp.global_norm import global_norms
 from fsdmoe.fsdp.shard_layout import ShardLayout, gather_whole
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Placement
 
 aten = torch.ops.aten
 

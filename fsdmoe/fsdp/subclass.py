@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdmoe.errors import refuse
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.placement import local_tensor
 from fsdmoe.fsdp.config import FrozenSubclasses
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice
-from fsdmoe.placement import local_tensor
 
 PLAIN = (torch.Tensor, FakeTensor)
 """A fake tensor stands for a plain one where a step is only planned."""

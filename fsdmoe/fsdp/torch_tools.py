@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as utility_types
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 StateDict = dict[str, Any]

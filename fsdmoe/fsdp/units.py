@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import recall_splits
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.kernels.linear import Embedding
-from fsdmoe.placement import recall_splits
 
 HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "embed_out"})
 _INSIDE = frozenset({"base_layer", "original_module"})

@@ -26,7 +26,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdmoe.compat import all_gather
+from fsdmoe.core.compat import all_gather
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.collectives import Stage, local

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.all_ranks import from_all_ranks
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
 
 
 def place_meta_buffers(root: nn.Module, device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import Engine
 from fsdmoe.fsdp.unit import Unit
 from fsdmoe.fsdp2.policies import Settings

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.precision.config import PrecisionConfig

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
 from fsdmoe.context_parallel.blocks import Block
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.autograd import once_differentiable
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp.param_grad import ParamGrad
 from fsdmoe.graphs.device_graph import Recorder, recorded
 from fsdmoe.kernels.grad_sink import deliver, sink_of

@@ -15,7 +15,7 @@ from fsdmoe.graphs.expert_shapes import check_expert_shapes
 from fsdmoe.graphs.layers import LayeredMicroBatches
 from fsdmoe.graphs.micro_batches import GraphedMicroBatches
 from fsdmoe.models.causal_lm import CausalLM, MicroBatches
-from fsdmoe.parallel import ParallelPolicy, flex_state_of
+from fsdmoe.parallel.build import ParallelPolicy, flex_state_of
 from fsdmoe.precision.loss_scale import LossScaler
 
 

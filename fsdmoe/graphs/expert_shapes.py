@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp.plan import ParamPlan
 
 _ROW_BYTES = 16

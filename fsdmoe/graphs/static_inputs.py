@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdmoe.context_parallel.blocks import AttentionSegment, Block
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.causal_lm import StepCounts

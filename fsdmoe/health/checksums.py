@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdmoe import compat
-from fsdmoe.axes import Axis
 from fsdmoe.checkpoint.parts import model_state
-from fsdmoe.errors import UserError
+from fsdmoe.core import compat
+from fsdmoe.core.axes import Axis
+from fsdmoe.core.errors import UserError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Meshes
 

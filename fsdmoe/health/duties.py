@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdmoe.all_ranks import from_all_ranks
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.health import host
 from fsdmoe.health.checksums import Checksums
 from fsdmoe.health.config import HealthConfig
@@ -37,7 +37,7 @@ from fsdmoe.health.hang import HangWatch
 from fsdmoe.health.heartbeat import Heartbeats, has_several_nodes
 from fsdmoe.health.spikes import Spikes
 from fsdmoe.mesh import Meshes
-from fsdmoe.step_duties import StepDuty
+from fsdmoe.parallel.step_duties import StepDuty
 
 Tell = Callable[[str], None]
 _LOWERED = 0.1

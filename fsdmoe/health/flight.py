@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import from_all_ranks
+from fsdmoe.core.all_ranks import from_all_ranks
 
 Record = Mapping[str, list[Any]]
 _LAST = 1024

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdmoe import events, failures
+from fsdmoe.core import events, failures
 from fsdmoe.health.flight import Record, entries, explain, open_collectives
 
 _KEY, _ASK_KEY = "fsdmoe/hang-of-rank-", "fsdmoe/stacks"

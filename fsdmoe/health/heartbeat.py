@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdmoe import events, failures
-from fsdmoe.rank_facts import RankFacts
+from fsdmoe.core import events, failures
+from fsdmoe.core.rank_facts import RankFacts
 
 _KEY = "fsdmoe/beat-of-rank-"
 _OVER = b"over"

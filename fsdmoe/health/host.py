@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdmoe.rules import numbers_in, ranges_text
+from fsdmoe.core.rules import numbers_in, ranges_text
 
 _PCI = Path("/sys/bus/pci/devices")
 

@@ -28,7 +28,7 @@ from torch import nn
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint.hf_export import KEEP_DTYPE
 from fsdmoe.checkpoint.parts import model_state, refuse_codes
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import Engine, ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.huggingface.kept_float32 import names_in_float32
 from fsdmoe.huggingface.lora import has_factors

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.memory.layer_call import name_activation, saving_as
 from fsdmoe.memory.recompute import drawing_part, hand_out, part
 

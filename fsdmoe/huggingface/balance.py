@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.balance import joint_balance_loss, statistics_of_logits
 from fsdmoe.experts.context import RoutingContext
 

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdmoe.capturing import is_capturing
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.core.capturing import is_capturing
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.labels import check_labels, expect_labels
 from fsdmoe.experts.bias import BiasedRouter
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.huggingface.balance import AuxiliaryLoss
@@ -42,7 +43,6 @@ from fsdmoe.huggingface.rotary import DocumentRotary
 from fsdmoe.huggingface.routing import policies_of
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
-from fsdmoe.labels import check_labels, expect_labels
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.causal_lm import LossOutput, StepCounts
 from fsdmoe.models.pieces import Pieces, positions_in_documents

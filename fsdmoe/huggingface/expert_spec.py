@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdmoe.errors import refuse
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.placement import Cut, Placement, halves
 from fsdmoe.experts.split import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import GPT_OSS_LIMIT, activation_of
 from fsdmoe.kernels.expert_operands import ExpertWeights
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Cut, Placement, halves
 
 FOUR = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 

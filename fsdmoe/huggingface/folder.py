@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.catalog import resolve
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.models.config import Architecture, ModelConfig, gpt_oss_turns

@@ -11,8 +11,8 @@ rotary positions  trying the function       one kernel (``rotary_forms``)
 attention         transformers' own sdpa    cuDNN, without repeated keys and values (``attention_forward``)
 ================  ========================  ==================================================================
 
-A module that is recognised gets a ``forward`` of its own (``FUSED`` of :mod:`fsdmoe.rewrites`), a function
-that all modules of its kind share. Its class, parameters, hooks and place stay. What is not recognised stays
+A module that is recognised gets a ``forward`` of its own (``FUSED`` of :mod:`fsdmoe.core.rewrites`), which
+all modules of its kind share. Its class, parameters, hooks and place stay. What is not recognised stays
 as it is, and is named at the start: norms of another form (with a mean), classes derived from
 ``nn.Linear``, modules with hooks or with another rewrite that computes or needs their own forward (``tp``, a
 fused loss, a recipe), and all of a model that was split before (its modules compute on DTensors).
@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fsdmoe.core.rewrites import Rewrite, computed_by, rewrite
 from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
 from fsdmoe.huggingface.norm_forms import eps_name, norm_form, norm_forward
 from fsdmoe.huggingface.router_forms import Trials, is_router_like, router_form, router_forward
 from fsdmoe.kernels.linear import embed_tokens
 from fsdmoe.models.projections import linear_forward
-from fsdmoe.rewrites import Rewrite, computed_by, rewrite
 
 _ANOTHER_FORM, _OWN_CLASS, _HOOKED = "of another form", "of a class of their own", "with hooks"
 _SPLIT_BEFORE = "all of it, because its modules compute on DTensors"

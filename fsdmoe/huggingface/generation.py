@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.for_a_while import set_for_a_while
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
 from fsdmoe.tensor_parallel.group import TensorGroup

@@ -18,10 +18,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import SplitMeshes, placement_of
 from fsdmoe.experts.router import Router
 from fsdmoe.models.init import fill_experts, seed_of
-from fsdmoe.placement import SplitMeshes, placement_of
 
 
 def meta_twin(model: nn.Module) -> nn.Module:

@@ -9,7 +9,8 @@ from importlib.metadata import version
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import computes_on_dtensor
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch import Choice
 from fsdmoe.experts.moe import MoE
@@ -42,13 +43,12 @@ from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.init import Initializer, leave_to_load
-from fsdmoe.placement import computes_on_dtensor
 
 logger = logging.getLogger(__name__)
 
 
 class WrappedKind:
-    """Any module that is not a decoder of fsdmoe; see :class:`fsdmoe.auto_model.NativeKind`."""
+    """Any module that is not a decoder of fsdmoe; see :class:`fsdmoe.parallel.auto_model.NativeKind`."""
 
     own_attention = True
 

@@ -32,11 +32,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdmoe.checkpoint.adapter_names import BASE, FACTORS, MAGNITUDE
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import Cut, Placement, SplitMeshes, register_split, split_parameter
 from fsdmoe.huggingface.expert_spec import ExpertsSpec
 from fsdmoe.kernels.expert_operands import LowRankUpdates
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Cut, Placement, SplitMeshes, register_split, split_parameter
 
 _ROW_BYTES = 16  # of a factor's rows, for grouped products
 

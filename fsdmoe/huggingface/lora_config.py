@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdmoe.errors import refuse
+from fsdmoe.core.errors import refuse
 
 ALL_LINEAR = "all-linear"
 """What peft calls all linear layers but the head, with fused experts and routers."""

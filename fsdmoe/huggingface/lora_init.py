@@ -26,13 +26,13 @@ from fsdmoe.checkpoint.adapter_names import (
     ORIGINAL,
     is_adapter_name,
 )
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import SplitMeshes, placement_of
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.huggingface.lora import has_factors, is_first_factor, is_transposed, magnitudes
 from fsdmoe.huggingface.peft_modules import modules_to_save
 from fsdmoe.models.init import seed_of
-from fsdmoe.placement import SplitMeshes, placement_of
 
 
 class InitialFactor(NamedTuple):

@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdmoe.checkpoint.agree import together
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rewrites import Rewrite, rewrite
 from fsdmoe.fsdp import ShardedTensor, engine_of
 from fsdmoe.huggingface.lora import has_factors, is_transposed
 from fsdmoe.huggingface.peft_modules import modules_to_save
 from fsdmoe.huggingface.reference import note_reference
 from fsdmoe.huggingface.wrapped_experts import stay_on_device
 from fsdmoe.mesh import Meshes
-from fsdmoe.rewrites import Rewrite, rewrite
 
 _BEFORE = (
     "adapter: expected adapters that were there when fsdmoe.parallelize was called, got new ones ({}), which "

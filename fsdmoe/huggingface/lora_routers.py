@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.lora import base_of, has_factors, path_around
 from fsdmoe.huggingface.router_forms import is_router_like
 

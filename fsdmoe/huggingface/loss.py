@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rewrites import Rewrite, rewrite
 from fsdmoe.fsdp import engine_of, is_fully_sharded
 from fsdmoe.huggingface.for_a_while import set_for_a_while
 from fsdmoe.huggingface.limits import text_config
 from fsdmoe.models.head import LEAN_CHUNK_TOKENS, TokenObjective, linear_cross_entropy, linear_token_losses
-from fsdmoe.rewrites import Rewrite, rewrite
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 _ADDED_TERMS = ("z_loss_coefficient",)

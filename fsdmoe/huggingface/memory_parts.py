@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rewrites import Rewrite, rewrite
 from fsdmoe.experts.moe import MoE
 from fsdmoe.huggingface.attention import attended
 from fsdmoe.huggingface.lora import base_of
@@ -35,7 +36,6 @@ from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import name_activation, saving_as, tensors_in
 from fsdmoe.memory.recompute import drawing_part, hand_out
 from fsdmoe.models.memory_parts import recompute_experts
-from fsdmoe.rewrites import Rewrite, rewrite
 
 _HEADS = ("query", "key", "value")
 _EVERYWHERE = ("layer", "activation")

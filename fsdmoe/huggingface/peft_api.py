@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import nearest
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.lora_config import ALL_LINEAR, AdapterConfig
-from fsdmoe.rules import nearest
 
 try:
     import peft

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 _LORA = "peft.tuners.lora"
 _KNOWN = frozenset(

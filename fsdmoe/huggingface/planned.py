@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from fsdmoe.core.placement import SplitMeshes
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.expert_spec import ExpertsSpec
 from fsdmoe.huggingface.peft_modules import refuse_unknown_adapters
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.huggingface.wrapped_experts import split_wrapped_experts
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import SplitMeshes
 from fsdmoe.tensor_parallel.split import split_tensors
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.checkpoint.adapter_names import EMBEDDING_FACTORS, FACTORS
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor, engine_of
 from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.huggingface.peft_modules import modules_to_save

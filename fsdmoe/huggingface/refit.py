@@ -30,14 +30,14 @@ from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.hf_export import KEEP_DTYPE
 from fsdmoe.checkpoint.parts import model_state, refuse_codes
 from fsdmoe.checkpoint.quantised import is_projection, quantise
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import Placement
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.kept_float32 import names_in_float32
 from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.huggingface.peft_modules import modules_to_save
 from fsdmoe.mesh import Axis
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.placement import Placement
 
 NameKind = Literal["disk", "memory"]
 Experts = Literal["all", "mine"]

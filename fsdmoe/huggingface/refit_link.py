@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.refit import iterate_weights
 
 Bucket = dict[str, Tensor]

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rewrites import Rewrite, foreign_forward, rewrite, rewrites_of
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.huggingface.wrapped_experts import ParallelForward
-from fsdmoe.rewrites import Rewrite, foreign_forward, rewrite, rewrites_of
 
 
 def follow_routing(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.checkpoint.hf_rope import read_rope
+from fsdmoe.core.rewrites import Rewrite, rewrite
 from fsdmoe.huggingface.for_a_while import set_for_a_while
 from fsdmoe.models.rope_scaling import RotaryPositions, document_reach
-from fsdmoe.rewrites import Rewrite, rewrite
 
 FOLLOW_LENGTH = ("dynamic", "longrope")
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.fused_router import can_route_fused, route_fused
 from fsdmoe.experts.router import select_top_k

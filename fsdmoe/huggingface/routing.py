@@ -31,10 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.autograd import is_in_backward
 from fsdmoe.checkpoint.hf_held import routing_not_held
+from fsdmoe.core.autograd import is_in_backward
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rewrites import Rewrite, computed_by, foreign_forward, rewrite
 from fsdmoe.data.origin import Origin
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
@@ -48,7 +49,6 @@ from fsdmoe.huggingface.router_forms import RouterForm, Trials, is_router_like, 
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.rewrites import Rewrite, computed_by, foreign_forward, rewrite
 
 logger = logging.getLogger(__name__)
 ADDED_BIAS = "e_score_correction_bias"

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdmoe.checkpoint.adapter_names import is_adapter_name
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rewrites import Rewrite, rewrite
 from fsdmoe.huggingface.attention import require_plan
 from fsdmoe.huggingface.lora import base_of, first_factors, is_first_factor, magnitudes, scattered_magnitude
 from fsdmoe.models.projections import scatter_projection
-from fsdmoe.rewrites import Rewrite, rewrite
 from fsdmoe.tensor_parallel.divide import check_tensor_parallel
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan

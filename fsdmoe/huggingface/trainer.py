@@ -30,9 +30,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe import checkpoint
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.all_ranks import from_all_ranks
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rewrites import Rewrite, rewrite
 from fsdmoe.fsdp import Engine, engine_of, is_fully_sharded
 from fsdmoe.fsdp.unit import Unit
 from fsdmoe.huggingface.accelerator import (
@@ -49,7 +50,6 @@ from fsdmoe.huggingface.lora_life import whole_adapters
 from fsdmoe.huggingface.reference import settle_reference
 from fsdmoe.huggingface.routing import policies_of, refuse_passed_over
 from fsdmoe.optim import AdamW
-from fsdmoe.rewrites import Rewrite, rewrite
 
 TrainerT = TypeVar("TrainerT")
 logger = logging.getLogger(__name__)

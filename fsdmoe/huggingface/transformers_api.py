@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdmoe.capturing import DeviceOnly
 from fsdmoe.context_parallel.config import Mode
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.capturing import DeviceOnly
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import choice_like
 from fsdmoe.huggingface.attention import huggingface_attention
 from fsdmoe.huggingface.for_a_while import set_for_a_while
-from fsdmoe.rules import choice_like
 
 try:
     import transformers

@@ -13,8 +13,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.capturing import compute_again
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.core.capturing import compute_again
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.placement import SplitMeshes
+from fsdmoe.core.rewrites import Rewrite, rewrite
+from fsdmoe.core.rules import divisor_problems
 from fsdmoe.experts.cloned import ClonedExperts
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
@@ -38,9 +41,6 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import later
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import SplitMeshes
-from fsdmoe.rewrites import Rewrite, rewrite
-from fsdmoe.rules import divisor_problems
 
 
 class Enforced(Protocol):

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.errors import refuse
-from fsdmoe.rules import one_of
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import one_of
 
 GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0

@@ -30,9 +30,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fsdmoe.errors import refuse
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import one_of
 from fsdmoe.kernels.architecture import architecture, capability
-from fsdmoe.rules import one_of
 
 KernelChoice = Literal["auto", "torch", "triton"]
 

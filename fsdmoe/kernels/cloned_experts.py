@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdmoe.capturing import compute_again
+from fsdmoe.core.capturing import compute_again
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.cloned_products import ClonedProducts, ClonesHere
 from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts

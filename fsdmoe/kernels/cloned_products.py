@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.expert_autograd import ExpertProducts, Given, Gradient, Grads
 from fsdmoe.kernels.grad_sink import refuse_homeless, sink_of
 from fsdmoe.precision.quantized_weight import decoded, scales_of

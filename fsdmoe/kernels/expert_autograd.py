@@ -34,7 +34,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.expert_operands import NO_UPDATES, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.late_grads import LateGrads

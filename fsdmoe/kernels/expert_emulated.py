@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdmoe.capturing import compute_again
+from fsdmoe.core.capturing import compute_again
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.cloned_products import ClonesHere, joined_values
 from fsdmoe.kernels.expert_batch import all_experts_at_once, ranges_of

@@ -38,8 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.capturing import compute_again
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.capturing import compute_again
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.capturing import is_capturing
+from fsdmoe.core.capturing import is_capturing
 from fsdmoe.kernels.fp8_operands import (
     Both,
     Operand,

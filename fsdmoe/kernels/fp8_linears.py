@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.fp8_linear import (
     GivenCodes,
     KeptCodes,

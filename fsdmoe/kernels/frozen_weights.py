@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.expert_autograd import ExpertProducts, Given, Grads
 from fsdmoe.precision.quantized_weight import WeightScales, decoded, scales_of

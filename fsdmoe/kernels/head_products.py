@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.backend import takes_fp8_products
 from fsdmoe.kernels.fp8_operands import BLOCK, Operand, Wanted
 from fsdmoe.kernels.fp8_quantize import quantize_both

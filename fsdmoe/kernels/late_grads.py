@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.grad_sink import sink_of
 
 Work = Callable[[], tuple[Tensor | None, Tensor | None]]

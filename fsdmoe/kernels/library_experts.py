@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.autograd import once_differentiable
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.activations import activate
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.permute import group_assignments

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.embedding_grad import add_rows_by_id_
 from fsdmoe.kernels.frozen_weights import frozen_linear
 from fsdmoe.kernels.grad_sink import GradSink, sink_of

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.backend import triton_for
 
 _MAX_GROUPS = 1024  # counts that one program of the fused kernel holds

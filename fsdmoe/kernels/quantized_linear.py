@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
-from fsdmoe.capturing import compute_again
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.autograd import once_differentiable
+from fsdmoe.core.capturing import compute_again
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.backend import takes_fp8_products, triton_for
 from fsdmoe.kernels.fp8_linear import KeptCodes, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears

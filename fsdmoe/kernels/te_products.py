@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.autograd import once_differentiable
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.architecture import Architecture
 from fsdmoe.kernels.expert_autograd import Gradient
 from fsdmoe.kernels.grad_sink import sink_of

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.architecture import Architecture
 from fsdmoe.kernels.products import Grouped, Linear, Products, with_filled_rows
 from fsdmoe.precision.config import Part

@@ -15,9 +15,9 @@ from fsdmoe.config import CommandLine, Config
 from fsdmoe.config.checks import clone_problems
 from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.toml import PACKAGED
+from fsdmoe.core.rules import counted
 from fsdmoe.data.config import keyed_sources
 from fsdmoe.launch.ranks import problems_of_fewer
-from fsdmoe.rules import counted
 
 PORT = 29400
 """Where launchers meet, on a node that runs nothing else."""

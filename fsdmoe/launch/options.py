@@ -14,10 +14,10 @@ from difflib import get_close_matches
 from fsdmoe.config.checks import asked
 from fsdmoe.config.kept import KEPT
 from fsdmoe.config.suggest import FLAGS
+from fsdmoe.core.rules import nearest
 from fsdmoe.launch import slurm
 from fsdmoe.launch.job import DEFAULT_GPU
 from fsdmoe.launch.ranks import count_problems
-from fsdmoe.rules import nearest
 
 ENGINES = ("kubernetes", "ray", "skypilot", "slurm")
 _ENGINES_WITH = {

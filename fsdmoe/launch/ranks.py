@@ -28,7 +28,7 @@ from fsdmoe.config.checks import Findings, mesh_problems
 from fsdmoe.config.command_line import CHECKED
 from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.config.host import is_taken, num_gpus
-from fsdmoe.failures import TRY_AGAIN
+from fsdmoe.core.failures import TRY_AGAIN
 
 _OPTIONS = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",

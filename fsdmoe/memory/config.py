@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.rules import at_least, numbers_in, one_of
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import at_least, numbers_in, one_of
 
 Part = Literal[
     "norms", "activation", "mla_up", "attention_projections", "router", "shared_experts", "dispatch",

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdmoe.autograd import is_in_backward
+from fsdmoe.core.autograd import is_in_backward
 
 Result = TypeVar("Result")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdmoe.capturing import compute_again
+from fsdmoe.core.capturing import compute_again
+from fsdmoe.core.rewrites import Rewrite, rewrite
 from fsdmoe.memory.calls import change_calls
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import LayerCall, may_keep_less, tensors_in
 from fsdmoe.memory.offload import Offload, refuse_capture
-from fsdmoe.rewrites import Rewrite, rewrite
 
 
 def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: Offload | None = None) -> None:

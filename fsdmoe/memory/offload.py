@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.pinned import PinnedBlock, PinnedPool
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdmoe.rules import numbers_in
+from fsdmoe.core.rules import numbers_in
 
 _PAGE = 4096
 _LARGE_PAGE = 1 << 21

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdmoe.capturing import is_capturing
+from fsdmoe.core.capturing import is_capturing
 from fsdmoe.memory.layer_call import (
     LayerCall,
     Packed,
@@ -270,7 +270,7 @@ class _Surroundings:
         is_cast = torch.is_autocast_enabled(device.type)
         self._autocast = torch.get_autocast_dtype(device.type) if is_cast else None
         self._rng: tuple[Tensor, Tensor | None] | None = None
-        if draws and not is_capturing():  # see fsdmoe.capturing
+        if draws and not is_capturing():  # see fsdmoe.core.capturing
             self._rng = torch.get_rng_state(), torch.cuda.get_rng_state(device) if is_cuda else None
 
     @contextlib.contextmanager

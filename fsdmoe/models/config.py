@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import divisor_problems, nearest
 from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.kernels.router_policy import ScoreName
 from fsdmoe.models.rope_config import PLAIN_ROPE, RopeConfig
-from fsdmoe.rules import divisor_problems, nearest
 
 if TYPE_CHECKING:
     from fsdmoe.models.rope_scaling import RotaryPositions

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
+from fsdmoe.core.labels import check_labels, expect_labels, note_for_kernels
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.grad_sink import GradSink, Staged, sink_of
 from fsdmoe.kernels.linear import add_product_
-from fsdmoe.labels import check_labels, expect_labels, note_for_kernels
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy_
@@ -151,8 +151,8 @@ def linear_cross_entropies(
     All share one gradient of the weight, which is as large as the weight in fp32.
 
     With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
-    rank's part of the sum. Labels outside of the vocabulary: see :mod:`fsdmoe.labels`; ``row_length`` tells
-    where in its rows such a token stands."""
+    rank's part of the sum. Labels outside of the vocabulary: see :mod:`fsdmoe.core.labels`; ``row_length``
+    tells where in its rows such a token stands."""
     expect_labels(weight_VD.shape[0] * (1 if tensor is None else tensor.size), row_length)
     divisors = [_as_scalar(each.divisor, each.hidden) for each in rows]
     outside = divisors[0]

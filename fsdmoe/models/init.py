@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fsdmoe.placement import Coordinates, Placement, SplitMeshes, placement_of
+from fsdmoe.core.placement import Coordinates, Placement, SplitMeshes, placement_of
 
 
 class Initializer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.memory.config import MemoryConfig, Part
 from fsdmoe.models.config import ModelConfig
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import PADDING
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.origin import NO_DOCUMENT
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.models.attention import AttentionContext, SplitRows
 from fsdmoe.models.config import ModelConfig

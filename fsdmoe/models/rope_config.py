@@ -26,8 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from fsdmoe.errors import refuse
-from fsdmoe.rules import at_least
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import at_least
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 

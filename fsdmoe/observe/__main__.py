@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdmoe import events
 from fsdmoe.config.kept import KEPT, kept_values
-from fsdmoe.errors import ConfigError
+from fsdmoe.core import events
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe.compare import ComparedRun, differences, notes, page, read_run, table
 from fsdmoe.observe.console import print_table, suppress_broken_pipe
 from fsdmoe.observe.exposed import exposure

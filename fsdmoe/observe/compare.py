@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe.console import worst_imbalance
 from fsdmoe.observe.heatmap import LoadHistory
 from fsdmoe.observe.history import History, best, median

@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.errors import refuse
-from fsdmoe.rules import at_least, one_of
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import at_least, one_of
 
 Progress = Literal["auto", "on", "off"]
 Precision = Literal["bf16", "fp8", "fp32"]

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.all_ranks import from_all_ranks
+from fsdmoe.core.all_ranks import from_all_ranks
 from fsdmoe.observe.busy_ranks import BusyRanks, busiest_rank
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.observe.console import Screen

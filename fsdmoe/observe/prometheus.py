@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe.server import QuietHandler
 
 

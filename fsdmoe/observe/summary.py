@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from fsdmoe.core.rules import counted
 from fsdmoe.observe.devices import device_name
 from fsdmoe.observe.history import History, Point, best, median
 from fsdmoe.observe.record import RunFacts
 from fsdmoe.observe.text import duration, number, percent, short
-from fsdmoe.rules import counted
 
 LAST_ROWS = 10
 MOST_LAYERS = 8  # the page stays one page; the mean stands for the rest

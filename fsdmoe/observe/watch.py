@@ -10,7 +10,7 @@ from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe.compare import LOADS, METRICS
 from fsdmoe.observe.server import HOST, QuietHandler, serve_until_interrupted
 

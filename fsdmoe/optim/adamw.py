@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.labels import raise_noted
 from fsdmoe.fsdp.engine import Engine, engine_of, engine_of_parameters
 from fsdmoe.fsdp.loss_scaling import note_scaler
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
-from fsdmoe.labels import raise_noted
 from fsdmoe.optim.config import beta2_problems, check_offload, check_torchao
 from fsdmoe.optim.group_config import MUON, GroupConfig
 from fsdmoe.optim.groups import DecayRule, NamedGroup, check_groups, is_matrix, make_groups

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdmoe.core.labels import raise_noted
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.fsdp.loss_scaling import note_scaler
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis
 from fsdmoe.precision.loss_scale import LossScaler
 

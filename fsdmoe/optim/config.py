@@ -8,14 +8,14 @@ from math import inf
 from types import SimpleNamespace
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, above, choice, refuse_together
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.features import CANNOT, NOT_BUILT, Feature, Row, above, choice, refuse_together
+from fsdmoe.core.rules import one_of
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FSDPConfig
 from fsdmoe.optim.ema_config import EMAConfig
 from fsdmoe.optim.group_config import GroupConfig, group_problems
 from fsdmoe.optim.muon_config import MuonConfig
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.rules import one_of
 
 TorchaoFormat = Literal["torchao_8bit", "torchao_4bit", "torchao_float8"]
 MomentDtype = Literal["float32", "bfloat16", "float8", "torchao_8bit", "torchao_4bit", "torchao_float8"]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fsdmoe.core.placement import Coordinates
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.engine import engine_of
 from fsdmoe.fsdp.flat_param import FlatParam
@@ -25,7 +26,6 @@ from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.memory.pinned import pinned_zeros
 from fsdmoe.optim.ema_config import EMAConfig
 from fsdmoe.optim.moments import CHUNK, place_of
-from fsdmoe.placement import Coordinates
 from fsdmoe.precision.block_floats import ElementPlace, random_bits, round_stochastically
 from fsdmoe.precision.config import torch_dtype
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.errors import refuse
-from fsdmoe.rules import at_least, one_of
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import at_least, one_of
 
 AverageDtype = Literal["float32", "bfloat16"]
 Memory = Literal["device", "host"]

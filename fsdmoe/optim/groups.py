@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.rules import nearest
 from fsdmoe.optim.group_config import DECAYED, MUON, NOT_DECAYED, SUFFIXES, GroupConfig, group_problems
-from fsdmoe.rules import nearest
 
 DecayRule = Callable[[str, torch.Tensor], bool]
 MuonRule = Callable[[str, nn.Parameter, GroupConfig], bool]

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from fsdmoe.boxes import Shape
+from fsdmoe.core.boxes import Shape
+from fsdmoe.core.placement import Coordinates, Placement, split_factor
 from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Coordinates, Placement, split_factor
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class FlatMatrices:
                 position = end
 
     def _rank(self, shard: int, cell: int, part: int, at: Coordinates) -> int:
-        """In its replica, of the rank with these coordinates (:mod:`fsdmoe.axes` draws them)."""
+        """In its replica, of the rank with these coordinates (:mod:`fsdmoe.core.axes` draws them)."""
         axis, form = self.group.axis, self.form
         if axis == Axis.FSDP_TP:
             return shard

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fsdmoe.core.placement import Coordinates
 from fsdmoe.mesh import Axis
 from fsdmoe.optim.matrices import BlockPiece, FlatMatrices
-from fsdmoe.placement import Coordinates
 
 MAX_BATCH = 1 << 27
 """Elements of matrices of one shape that are computed together: 85 of 768 x 2048, whose tiles fill an H200

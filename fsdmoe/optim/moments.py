@@ -21,13 +21,13 @@ from typing import Literal
 
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import Coordinates, Placement, split_factor
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
 from fsdmoe.optim.config import TORCHAO_BLOCKS, TorchaoFormat
 from fsdmoe.optim.torchao_moments import has_codes, num_codes
-from fsdmoe.placement import Coordinates, Placement, split_factor
 from fsdmoe.precision.block_floats import BLOCK, ElementPlace, num_blocks
 
 MomentFormat = torch.dtype | Literal["float8"] | TorchaoFormat

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.core.errors import ConfigError, refuse
+from fsdmoe.core.placement import Coordinates
 from fsdmoe.fsdp.engine import Engine, engine_of
 from fsdmoe.fsdp.memory_plan import MomentBytes, MomentCount
 from fsdmoe.fsdp.param_group import ParamGroup
@@ -46,7 +47,6 @@ from fsdmoe.optim.matrix_exchange import (
 )
 from fsdmoe.optim.moments import MomentPolicy
 from fsdmoe.optim.muon_config import MuonConfig, is_left_to_adamw
-from fsdmoe.placement import Coordinates
 from fsdmoe.precision.config import torch_dtype
 
 STATE = "momentum_buffer"

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from math import sqrt
 from typing import Literal, get_args
 
-from fsdmoe.errors import refuse
-from fsdmoe.rules import at_least, one_of
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import at_least, one_of
 
 Scale = Literal["match_rms_adamw", "original"]
 Heads = Literal["whole", "each"]

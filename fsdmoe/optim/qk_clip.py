@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp.engine import engine_of
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.param_group import ParamGroup

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdmoe.errors import ConfigError
-from fsdmoe.hush import hush_libraries
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.hush import hush_libraries
 from fsdmoe.observe.console import suppress_broken_pipe
 from fsdmoe.plan.answer import answer
 from fsdmoe.plan.hardware import FABRICS, GPUS

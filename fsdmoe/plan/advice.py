@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.plan.answer import answer
 from fsdmoe.plan.estimate import estimate
 from fsdmoe.plan.hardware import GIB

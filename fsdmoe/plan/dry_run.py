@@ -12,14 +12,15 @@ import sys
 from collections.abc import Sequence
 
 from fsdmoe.config import Config
-from fsdmoe.errors import ConfigError
-from fsdmoe.failures import own_rank
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.failures import own_rank
+from fsdmoe.core.rules import size_text
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory
 from fsdmoe.huggingface.memory_parts import prepare_parts
 from fsdmoe.observe import print_table
 from fsdmoe.optim import count_state
-from fsdmoe.parallel import decoder_layers
+from fsdmoe.parallel.build import decoder_layers
 from fsdmoe.plan.estimate import Estimate, estimate, shortage
 from fsdmoe.plan.hardware import GIB, GPUS, NEVER_RAN, Gpu, gpu_asked
 from fsdmoe.plan.job import Job, Setting
@@ -27,7 +28,6 @@ from fsdmoe.plan.memory import activation_bytes, state_bytes
 from fsdmoe.plan.parameters import split_model
 from fsdmoe.plan.recompute import decide_memory
 from fsdmoe.plan.text import memory_rows, traffic_rows, without_zeros
-from fsdmoe.rules import size_text
 
 SHOWN_GPUS = ("h100", "h200", "gb200")
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdmoe import labels
-from fsdmoe.errors import ConfigError
+from fsdmoe.core import labels
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts import scores
 from fsdmoe.kernels import linear
 from fsdmoe.kernels.backend import kernels

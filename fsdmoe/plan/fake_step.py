@@ -29,9 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdmoe.auto_model import as_causal_lm, build_any_model
 from fsdmoe.config import Config, load_config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.dispatch.base import CountingDispatcher, Dispatcher, DispatchPlan
 from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.moe import MoE
@@ -40,7 +39,8 @@ from fsdmoe.mesh import Meshes, resolve_degrees
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe import print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, freeze
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm, build_any_model
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.plan.activations import expert_layout
 from fsdmoe.plan.fake_kernels import kernels_left_out
 from fsdmoe.plan.hardware import GIB

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from fsdmoe.errors import ConfigError
-from fsdmoe.rules import nearest
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import nearest
 
 GIB = 2**30
 TERA = 1e12

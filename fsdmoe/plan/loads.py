@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import divisors
 from fsdmoe.experts.routing_file import Recording
 from fsdmoe.kernels.clone_plan import plan_clones
-from fsdmoe.rules import divisors
 
 
 class Skew(NamedTuple):

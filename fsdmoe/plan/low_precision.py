@@ -13,9 +13,9 @@ from typing import get_args
 
 from fsdmoe.kernels.architecture import Architecture
 from fsdmoe.kernels.libraries import LIBRARIES
+from fsdmoe.kernels.recipe_support import backend_on, parts_with_kernels
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.precision.config import Part, PrecisionConfig
-from fsdmoe.quantized_layers import backend_on, parts_with_kernels
 
 
 @lru_cache(maxsize=64)  # a search asks for every setting

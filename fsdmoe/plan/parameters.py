@@ -13,10 +13,10 @@ from functools import lru_cache
 
 from torch import nn
 
+from fsdmoe.core.placement import SplitMeshes
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
-from fsdmoe.frozen_layers import keep_frozen_in_codes
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
 from fsdmoe.fsdp.plan import ModelPlan, ParamPlan, UnitPlan, plan_model, resize_plan
@@ -29,10 +29,10 @@ from fsdmoe.models import build_model
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim.group_config import GroupConfig
 from fsdmoe.optim.groups import freeze
-from fsdmoe.placement import SplitMeshes
+from fsdmoe.parallel.frozen_layers import keep_frozen_in_codes
+from fsdmoe.parallel.quantized_layers import apply_recipe
+from fsdmoe.parallel.rounded_layers import round_weights
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.quantized_layers import apply_recipe
-from fsdmoe.rounded_layers import round_weights
 from fsdmoe.tensor_parallel.split import split_tensors
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.config import Config
 from fsdmoe.config.compatibility import check_compatibility
+from fsdmoe.core.all_ranks import from_all_ranks
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.plan.estimate import HEADROOM
 from fsdmoe.plan.hardware import GIB, GPUS

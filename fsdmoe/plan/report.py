@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdmoe.core.rules import size_text
 from fsdmoe.observe import print_table
 from fsdmoe.plan.advice import Advice, turns
 from fsdmoe.plan.estimate import HEADROOM, Estimate, shortage
@@ -22,7 +23,6 @@ from fsdmoe.plan.text import (
     without_zeros,
 )
 from fsdmoe.plan.winner import tables_of, toml_text
-from fsdmoe.rules import size_text
 
 NEARLY_AS_FAST = 1.05
 TIME_NAMES = {

@@ -20,7 +20,8 @@ from fsdmoe.config import Config
 from fsdmoe.config.checks import asked
 from fsdmoe.config.compatibility import check_compatibility, refuse_incompatible
 from fsdmoe.context_parallel.config import check_context_parallel
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import divisors
 from fsdmoe.experts.divide import check_clones_stay
 from fsdmoe.huggingface.folder import hf_limits
 from fsdmoe.mesh import Degrees
@@ -41,7 +42,6 @@ from fsdmoe.plan.memory_section import chosen, offload_choices, recompute_choice
 from fsdmoe.plan.source import Fixed
 from fsdmoe.plan.step_time import TimeEstimate, estimate_time
 from fsdmoe.plan.text import num_changes
-from fsdmoe.rules import divisors
 
 MOST_TENSOR_RANKS = 16
 FEWEST_TOKENS = 1024

@@ -26,7 +26,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.models.config import PRESETS, preset_config
 from fsdmoe.observe.server import HOST, QuietHandler, serve_until_interrupted
 from fsdmoe.plan.answer import answer

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from fsdmoe.config import Config, build_config
 from fsdmoe.config.toml import is_packaged, read_toml
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import near_file, nearest
 from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.models.config import PRESETS
 from fsdmoe.plan.memory_section import Parts
-from fsdmoe.rules import near_file, nearest
 
 DEFAULT_TOKENS = 4 * 2**20
 """In a step, where nobody says."""

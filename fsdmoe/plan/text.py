@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fsdmoe.core.rules import size_text
 from fsdmoe.plan.job import Setting
 from fsdmoe.plan.memory import MemoryEstimate
 from fsdmoe.plan.traffic import TrafficEstimate
-from fsdmoe.rules import size_text
 
 MEMORY_NAMES = {
     "weights": "weights (compute precision)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdmoe.config import Config, build_config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.plan.estimate import Estimate
 from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.memory_section import section_table

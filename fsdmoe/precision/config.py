@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from fsdmoe.errors import refuse
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.rules import at_least, one_of
 from fsdmoe.precision.formats import ELEMENTS, DeployedFormat, Recipe
 from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 from fsdmoe.precision.recipes import RECIPES, RecipeName, build_recipe
-from fsdmoe.rules import at_least, one_of
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdmoe.errors import refuse
+from fsdmoe.core.errors import refuse
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import is_in_backward
+from fsdmoe.core.autograd import is_in_backward
 from fsdmoe.precision.formats import Scaling
 from fsdmoe.precision.quantize import quantize, spread_blocks
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdmoe.errors import ConfigError
-from fsdmoe.rules import nearest_divisors
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import nearest_divisors
 
 
 def check_tensor_parallel(

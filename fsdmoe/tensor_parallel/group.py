@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.compat import all_gather, reduce_scatter
+from fsdmoe.core.compat import all_gather, reduce_scatter
 from fsdmoe.mesh import Axis, Meshes
 
 

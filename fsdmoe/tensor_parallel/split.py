@@ -20,9 +20,9 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdmoe.errors import refuse
+from fsdmoe.core.errors import refuse
+from fsdmoe.core.placement import Placement, SplitMeshes, register_split, split_parameter
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Placement, SplitMeshes, register_split, split_parameter
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 TensorPlan = dict[str, int | Literal["tokens", "heads", "own"]]

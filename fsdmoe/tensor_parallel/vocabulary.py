@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdmoe.autograd import once_differentiable
-from fsdmoe.labels import check_labels, expect_labels
+from fsdmoe.core.autograd import once_differentiable
+from fsdmoe.core.labels import check_labels, expect_labels
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdmoe.checkpoint.__main__ import main
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import RankFailure, requires_peft, run_ranks
 from fsdmoe.train import Run

@@ -18,8 +18,8 @@ from fsdmoe.config import load_config
 from fsdmoe.config.build import compose
 from fsdmoe.config.compatibility import EXACT, check_compatibility
 from fsdmoe.config.schema import Config
+from fsdmoe.core.features import Feature
 from fsdmoe.experts.config import EXPERT_PARALLELISM
-from fsdmoe.features import Feature
 from fsdmoe.fsdp.config import CPU_OFFLOAD, LEAN
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics

@@ -15,7 +15,7 @@ from torch import nn
 
 import train
 from fsdmoe.config import to_toml
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import GradNorm, clip_grad_norm
 from fsdmoe.precision.loss_scale import LossScaler

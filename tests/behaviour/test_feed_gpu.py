@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig, Varlen
 from fsdmoe.feed import Feed
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.attention import AttentionContext
+from fsdmoe.parallel.auto_model import as_causal_lm
 from fsdmoe.testing import requires_gpu, requires_transformers
 from tests.feed.test_feed import planned
 from tests.support.hf_tiny import tiny_hf

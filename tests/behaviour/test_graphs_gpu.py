@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from fsdmoe.capturing import is_capturing
 from fsdmoe.config import Config
-from fsdmoe.errors import LabelError
+from fsdmoe.core.capturing import is_capturing
+from fsdmoe.core.errors import LabelError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import engine_of
 from fsdmoe.graphs import GraphedMicroBatches, LayeredMicroBatches, MicroBatches

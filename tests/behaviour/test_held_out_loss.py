@@ -8,12 +8,12 @@ import torch
 
 from fsdmoe import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import Batch
 from fsdmoe.data.stream import DataStream
-from fsdmoe.errors import ConfigError
 from fsdmoe.feed import Feed
 from fsdmoe.mesh import MeshConfig, build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.corpora import memory_config, memory_store, open_streams

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdmoe.config import Config, build_config, load_config, to_toml
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_transformers, run_ranks

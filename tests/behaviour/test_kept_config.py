@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsdmoe import events
 from fsdmoe.config import build_config, to_toml
 from fsdmoe.config.kept import open_run
+from fsdmoe.core import events
 from fsdmoe.observe.timeline import changes_of
 from tests.support.scripts import Program, run_program, started_ranks
 from tests.support.tiny_run import tiny_config

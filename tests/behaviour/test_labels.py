@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fsdmoe
-from fsdmoe import labels
-from fsdmoe.errors import LabelError
+from fsdmoe.core import labels
+from fsdmoe.core.errors import LabelError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import requires_transformers, run_ranks

@@ -7,12 +7,12 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import FSDPConfig, engine_of
 from fsdmoe.memory.config import Activation, MemoryConfig, Part
 from fsdmoe.mesh import MeshConfig, Meshes, build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.hf_tiny import tiny_hf

@@ -1,6 +1,6 @@
 """Two runs on one folder: the second is refused while the first lives, and goes on from it once it is killed.
 
-What else the lock decides: ``tests/test_run_lock.py``."""
+What else the lock decides: ``tests/run/test_lock.py``."""
 
 import contextlib
 import json

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.behaviour.test_hf_run import STEPS, STOP, config_for, folder_of, go, losses

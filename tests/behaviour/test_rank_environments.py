@@ -19,7 +19,7 @@ from torch import nn
 import fsdmoe
 from fsdmoe.checkpoint import api, session
 from fsdmoe.config import start_meshes
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.testing import run_ranks
 from fsdmoe.train import Run

@@ -14,10 +14,10 @@ import fabric_group  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from fsdmoe.compat import all_gather, reduce_scatter  # noqa: E402
+from fsdmoe.core.compat import all_gather, reduce_scatter  # noqa: E402
+from fsdmoe.core.ring_send_recv import RingSendRecv  # noqa: E402
 from fsdmoe.experts.dispatch import Links, Rows, build_dispatcher  # noqa: E402
 from fsdmoe.mesh import Axis, MeshConfig  # noqa: E402
-from fsdmoe.ring_send_recv import RingSendRecv  # noqa: E402
 
 NODE, NODES = fabric.FABRICS_BY_NAME["node"], fabric.FABRICS_BY_NAME["nodes"]
 EIGHT = fabric.Place(tuple(range(8)), 0, 8)

@@ -15,7 +15,7 @@ from fsdmoe.check import layer, measure, self_check
 from fsdmoe.check.judge import Verdict
 from fsdmoe.check.layer import seen_files
 from fsdmoe.check.measure import time_of_day
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.tiny_run import tiny_config

@@ -21,7 +21,7 @@ from fsdmoe.checkpoint.adapter_merge import MergePolicy, _refuse_lost_updates
 from fsdmoe.checkpoint.quantised import dequantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.support.hf_tiny import batch, tiny_hf
 from tests.support.lora_case import EXPERTS

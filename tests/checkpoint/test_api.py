@@ -11,9 +11,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, LoadPolicy
+from fsdmoe.core.placement import Placement, halves, local_tensor, placed_parameter
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
-from fsdmoe.placement import Placement, halves, local_tensor, placed_parameter
 from fsdmoe.testing import run_ranks
 from tests.support.checkpoint_states import cut, truth
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import RUN_FOLDER, CheckpointConfig, Checkpointer, CheckpointError, staging
 from fsdmoe.checkpoint.local_storage import LocalStorage
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.checkpoint_states import assert_same, whole_state
@@ -214,7 +214,7 @@ def test_ranks_that_their_launcher_starts_again_go_on_with_what_they_have_saved(
     def start(agent: str = "one", name: str = "") -> tuple[Checkpointer, dict[str, Any]]:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "somewhere")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
-        monkeypatch.setattr("fsdmoe.failures.began", lambda pid: agent)
+        monkeypatch.setattr("fsdmoe.core.failures.began", lambda pid: agent)
         one = saver(folder, keep_last=10, load=load, load_only_model=only_model)
         state = {"step": 0, "model": {"x": torch.zeros(4)}, "optim": {"m": torch.zeros(4)}}
         there = one.will_load()
@@ -296,7 +296,7 @@ def test_a_job_that_is_requeued_or_moves_goes_on_with_what_it_has_saved(
     one = saver(tmp_path / "checkpoints", load="none")
     assert one.load(parts(0)) is None
     one.save(2, parts(2))
-    for name, changed in (("socket.gethostname", "another"), ("fsdmoe.failures.began", "later")):
+    for name, changed in (("socket.gethostname", "another"), ("fsdmoe.core.failures.began", "later")):
         monkeypatch.setattr(name, lambda *_, changed=changed: changed)
         assert saver(tmp_path / "checkpoints", load="none").load(parts(0))["step"] == 2  # type: ignore[index]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 8")

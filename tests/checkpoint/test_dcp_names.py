@@ -19,7 +19,7 @@ from fsdmoe.checkpoint import CheckpointError, DCPImportPolicy, from_dcp
 from fsdmoe.checkpoint.dcp_names import NameRules, parse_rule
 from fsdmoe.checkpoint.hf_config import config_json
 from fsdmoe.checkpoint.parts import model_state
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.models import Decoder
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.dcp_titan import Age, Tensors, titan_names, titan_state

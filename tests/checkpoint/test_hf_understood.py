@@ -15,7 +15,7 @@ from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.checkpoint.hf_config import model_fields
 from fsdmoe.checkpoint.hf_import import from_hf
 from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.models import Decoder, preset_config
 from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.testing import requires_transformers

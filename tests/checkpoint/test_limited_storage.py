@@ -19,7 +19,7 @@ from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.checkpoint.object_storage import ObjectStorage
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import open_storage
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from tests.support.faulty_storage import Faulty, Hang, TestTime, limited, random_faults
 
 

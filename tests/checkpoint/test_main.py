@@ -15,7 +15,7 @@ from fsdmoe.checkpoint import CheckpointConfig, Checkpointer
 from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.checkpoint.hf_config import config_json
 from fsdmoe.models import Decoder
-from fsdmoe.run_lock import RunLock
+from fsdmoe.run.lock import RunLock
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_dense import dense
 from tests.support.hf_pairs import hf_model, randomize, tiny

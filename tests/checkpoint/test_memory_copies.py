@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, memory_copies, node_memory
 from fsdmoe.checkpoint.local_storage import LocalStorage
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.checkpoint_states import assert_same, whole_state

@@ -17,11 +17,11 @@ from fsdmoe.fsdp.weights import WeightBuffer
 from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_peft, run_ranks
+from tests.parallel.test_frozen_layers import kept_values
 from tests.support.hf_tiny import tiny_hf
-from tests.test_frozen_layers import kept_values
 
 pytestmark = requires_peft
 SIZES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from fsdmoe.checkpoint.hf_export import to_hf
 from fsdmoe.checkpoint.local_storage import LocalStorage
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.models import Decoder, preset_config
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_dense import dense

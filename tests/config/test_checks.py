@@ -8,8 +8,8 @@ import pytest
 from fsdmoe.config.elastic import fit_mesh
 from fsdmoe.context_parallel.config import heads_of_ranks
 from fsdmoe.context_parallel.planner import check_fits
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import check_batch, require_holdout
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Links
 from fsdmoe.experts.dispatch.base import Link
 from fsdmoe.experts.dispatch.local import LocalDispatcher

@@ -16,12 +16,12 @@ import fsdmoe
 from fsdmoe.config.compatibility import TABLE, check_compatibility, refuse_incompatible
 from fsdmoe.config.compatibility_page import page
 from fsdmoe.config.schema import SECTIONS
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.features import CANNOT, NOT_BUILT, RIGHT, Row
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.huggingface.lora_config import AdapterConfig
-from fsdmoe.parallel import ParallelPolicy
+from fsdmoe.parallel.build import ParallelPolicy
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.config_building import build
 
@@ -49,18 +49,18 @@ NO_PAIRS = {
     "context_parallel/planner.py: does not fit": "a size that is too small",
     "data/config.py: expected a fraction above 0": "a key that is missing",
     "data/pretokenised.py: or set data.vocab_size": "a size that is too small",
-    "failures.py: ": "advice after a failure",
+    "core/failures.py: ": "advice after a failure",
     "feed/feed.py: expected held-out rows": "files that hold nothing to evaluate on",
-    "frozen_layers.py: expected frozen projections": "found out of the model: nothing is frozen",
+    "parallel/frozen_layers.py: expected frozen projections": "found out of the model: nothing is frozen",
     "graphs/expert_shapes.py: ": "found out of each weight of the model",
     "graphs/static_inputs.py: ": "found out of the kernels of the device",
     "huggingface/peft_api.py: ": "found out of the model",
-    "lifecycle.py: ": "found out in training",
+    "core/lifecycle.py: ": "found out in training",
     "memory/pinned.py: ": "a limit of the machine",
     "observe/dead_experts.py: ": "a warning",
     "plan/fake_step.py: ": "what a fake step cannot follow, not a run",
     "precision/loss_scale.py: ": "a warning",
-    "quantized_layers.py: computes on DTensors": "found out of the model",
+    "parallel/quantized_layers.py: computes on DTensors": "found out of the model",
     "train.py: nothing left to train": "advice",
 }
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from fsspec.registry import known_implementations
 
-from fsdmoe import events
 from fsdmoe.config import load_config
+from fsdmoe.core import events
 
 
 def test_a_folder_that_cannot_be_written_is_refused(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.axes import MeshConfig
 from fsdmoe.config import Config, build_config
+from fsdmoe.core.axes import MeshConfig
 from fsdmoe.launch.ranks import problems_of_fewer
 from tests.support.tiny_run import TINY
 

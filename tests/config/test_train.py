@@ -7,7 +7,7 @@ import pytest
 
 from fsdmoe.config import TrainConfig, load_config
 from fsdmoe.config.compatibility import refuse_incompatible
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from tests.support.config_building import build
 
 GRAPHS: dict[str, Any] = {"train": {"graphs": "step"}}

@@ -10,7 +10,7 @@ from fsdmoe.context_parallel.attention import ContextAttention, attend_here
 from fsdmoe.context_parallel.blocks import build_block, whole_rows
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.testing import run_ranks
 from tests.support.attention_reference import Case, relative_error, whole_gradients
 

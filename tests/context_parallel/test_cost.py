@@ -11,7 +11,7 @@ from fsdmoe.context_parallel.cost import CostModel, Timing, fit_attention, tiled
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_documents
 from fsdmoe.context_parallel.volume import AttentionShape, sent_bytes
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 
 def test_kernels_compute_whole_tiles() -> None:

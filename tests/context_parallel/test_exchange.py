@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdmoe.context_parallel.config import ContextParallelConfig, check_context_parallel, heads_of_ranks
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from fsdmoe.context_parallel.cost import CostModel
 from fsdmoe.context_parallel.planner import group_sizes, plan_step, small_large_small
 from fsdmoe.context_parallel.split import split_documents
 from fsdmoe.context_parallel.step_plan import StepPlan, imbalance
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from tests.support.attention_work import padding, plan_in_order, work_R
 
 COST = CostModel()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdmoe.context_parallel.split import PADDING, SequenceSplit, shard_batch, split_documents, split_rows
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.testing import run_ranks
 from tests.support.attention_work import work_R
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import DataConfig
 from fsdmoe.data import cache as cache_module
 from fsdmoe.data import sources as sources_module
 from fsdmoe.data.cache import cache_folder, open_or_build
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.store import write_meta
-from fsdmoe.errors import ConfigError
 
 
 def text_config(tmp_path: Path) -> DataConfig:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import DataConfig, build_data
 from fsdmoe.data.chat_records import Completion, Conversation, Preference, parse_record
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import ByteTokenizer
-from fsdmoe.errors import ConfigError
 from fsdmoe.testing import requires_transformers
 from tests.support.chat_tokenizers import marked
 

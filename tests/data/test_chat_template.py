@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import DataConfig
 from fsdmoe.data.chat_records import Conversation
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import load_tokenizer
-from fsdmoe.errors import ConfigError
 from fsdmoe.testing import requires_transformers
 from tests.support.chat_tokenizers import (
     assistant,

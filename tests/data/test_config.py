@@ -7,8 +7,8 @@ import tomllib
 import pytest
 
 from fsdmoe.config.values import build_section, parse_override
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import DataConfig, SourceConfig
-from fsdmoe.errors import ConfigError
 
 TEXT = SourceConfig(path="a.txt")
 

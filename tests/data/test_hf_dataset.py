@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import DataConfig, check_data
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import ByteTokenizer
-from fsdmoe.errors import ConfigError
 from fsdmoe.testing import requires_transformers
 
 datasets = pytest.importorskip("datasets")

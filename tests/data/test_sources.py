@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import DataConfig, DataStream, SourceConfig, build_data, check_data
 from fsdmoe.data.files import find_files
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import ByteTokenizer
-from fsdmoe.errors import ConfigError
 
 EOS = ByteTokenizer.eos_id
 

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import Batch, DataConfig, build_data
 from fsdmoe.data.evaluation import EvalRows
 from fsdmoe.data.spans import NO_SOURCE, Spans
-from fsdmoe.errors import ConfigError
 from tests.support.corpora import (
     memory_config,
     memory_store,

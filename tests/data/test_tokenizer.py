@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.config import DataConfig
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.tokenizer import ByteTokenizer, load_tokenizer
-from fsdmoe.errors import ConfigError
 
 
 @settings(deadline=None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.balance import count_choices, joint_balance_loss
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
 from fsdmoe.experts.round_robin import select_round_robin
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext, select_top_k

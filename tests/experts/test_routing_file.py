@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.origin import Origin
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.routing_file import Recording, RoutingTable, save_routed_experts
 
 E, L, K = 8, 3, 2

@@ -9,11 +9,11 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import local_tensor, placement_of
 from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import local_tensor, placement_of
 from tests.support.coordinates import At
 
 NUM_EXPERTS, HIDDEN, WIDTH = 8, 8, 12

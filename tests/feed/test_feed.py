@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fsdmoe.context_parallel.config import ContextParallelConfig, Varlen
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import Batch
 from fsdmoe.data.origin import Origin
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
 from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.experts.routing_file import Recording

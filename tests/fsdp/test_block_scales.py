@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.checkpoint import load, save
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import Placement
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.layout import OwnedRange
@@ -18,8 +19,7 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.models import StepCounts, build_model
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
-from fsdmoe.placement import Placement
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import quantize
@@ -136,7 +136,7 @@ def test_what_layers_read_is_the_same_bits_on_one_to_four_ranks(recipe: str, wor
 
 @pytest.mark.full
 def test_steps_move_the_codes_of_every_rank() -> None:
-    """Losses over many steps: ``tests/test_quantized_layers.py``."""
+    """Losses over many steps: ``tests/parallel/test_quantized_layers.py``."""
     ((one, *_),) = run_ranks(_codes, 1, "fp8_blockwise", 3)
     for world_size in (2, 3, 4):
         for losses, _, moved in run_ranks(_codes, world_size, "fp8_blockwise", 3):
@@ -187,7 +187,7 @@ def _plain(ep: int) -> Any:
     return parallelize(build_model(MODEL), build_meshes(ep=ep), policy)
 
 
-@pytest.mark.full  # runs that go on so are in tests/test_quantized_state.py
+@pytest.mark.full  # runs that go on so are in tests/parallel/test_quantized_state.py
 def test_a_checkpoint_goes_on_under_another_mesh_and_another_recipe(tmp_path: Path) -> None:
     first = run_ranks(_resume, 2, str(tmp_path / "c"), True, "fp8_blockwise", 2)[0]
     same = run_ranks(_resume, 3, str(tmp_path / "c"), False, "fp8_blockwise", 1)[0]

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdmoe import checkpoint
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, ShardedTensor, engine_of, fully_shard
 from fsdmoe.fsdp.dtensor import DTensorView
 from fsdmoe.mesh import Axis, build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.dtensor_models import WAYS, build, optimizer_of, tokens_of, train_beside

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdmoe.core.placement import Placement, halves
 from fsdmoe.fsdp.shard_layout import RaggedShard
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
-from fsdmoe.placement import Placement, halves
 from fsdmoe.testing import run_ranks
 from tests.fsdp.test_sharded_tensor import PLACEMENTS, shard, whole_values
 

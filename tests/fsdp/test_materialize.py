@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import fully_shard
 from fsdmoe.fsdp.materialize import agree_on_values
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.testing import requires_peft, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)

@@ -8,13 +8,13 @@ import pytest
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from fsdmoe.core.placement import Placement, split_parameter
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.engine import RunOrder
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
 from fsdmoe.fsdp.plan import ModelPlan, plan_model
 from fsdmoe.fsdp.units import select_units
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
-from fsdmoe.placement import Placement, split_parameter
 from tests.support.coordinates import At
 from tests.support.tiny_modules import Block, TinyDecoder
 

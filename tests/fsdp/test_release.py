@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe import checkpoint
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import StepCounts, build_model
 from fsdmoe.optim import AdamW, clip_grad_norm
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.parallel_case import MODELS

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from fsdmoe.core.placement import Placement, halves
 from fsdmoe.fsdp import shard_layout
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.placement import Placement, halves
 from fsdmoe.testing import run_ranks
 
 GATE_UP = Placement((4, 12, 5), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1))))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsdmoe
 from fsdmoe import checkpoint
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, ShardedTensor, engine_of, fully_shard
 from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.precision.config import PrecisionConfig

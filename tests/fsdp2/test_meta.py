@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdmoe.fsdp2 as our_fsdp
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.testing import run_ranks
 from tests.fsdp2.test_fully_shard import Model, loss_of, wrap_blocks
 

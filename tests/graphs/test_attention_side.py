@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.graphs.attention_side import AttentionSide, Shared
 from fsdmoe.models import preset_config
 from fsdmoe.models.attention import AttentionContext

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from fsdmoe.config.train import TrainConfig
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.graphs.build import refuse_model
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import build_model, preset_config
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_peft, requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.graphs.expert_shapes import check_expert_shapes
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import build_model, preset_config
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_peft, requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf

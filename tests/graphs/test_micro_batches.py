@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy, FlexState
 from fsdmoe.fsdp import FSDPPolicy, engine_of, fully_shard

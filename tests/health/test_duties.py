@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe import events
+from fsdmoe.core import events
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.health.checksums import CorruptionError, odd_ones
 from fsdmoe.health.duties import ChecksumDuty

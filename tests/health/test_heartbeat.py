@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe import events
+from fsdmoe.core import events
+from fsdmoe.core.rank_facts import RankFacts
 from fsdmoe.health.flight import place_of_ranks
 from fsdmoe.health.heartbeat import Heartbeats, Listener, has_several_nodes
-from fsdmoe.rank_facts import RankFacts
 from fsdmoe.testing import RankFailure, run_ranks
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fsdmoe.core.rules import ranges_text
 from fsdmoe.health.host import share_of_cores
-from fsdmoe.rules import ranges_text
 
 
 def test_ranks_share_the_cores_next_to_their_gpu_evenly() -> None:

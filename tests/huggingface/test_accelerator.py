@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import fsdmoe
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.testing import RankFailure, requires_transformers, run_ranks
 from tests.support.trainer_case import Rows, forget_accelerate, made_model, weights_of
 

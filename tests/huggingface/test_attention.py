@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_documents
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.attention import huggingface_attention
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.attention_reference import relative_error

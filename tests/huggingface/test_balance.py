@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM

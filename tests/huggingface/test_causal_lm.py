@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from fsdmoe import checkpoint
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.folder import hf_fields
 from fsdmoe.huggingface.transformers_api import build_hf_model
@@ -23,7 +22,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.models import ModelConfig, StepCounts
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.flops import forward_flops_per_token
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf

@@ -13,7 +13,7 @@ from fsdmoe.fsdp.param_grad import ParamGrad
 from fsdmoe.huggingface.fused_layers import FusedLayers
 from fsdmoe.memory.config import MemoryConfig, Part
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.auto_model import as_causal_lm
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import Batch
-from fsdmoe.errors import ConfigError
 from fsdmoe.feed import Feed
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import batch, tiny_hf

@@ -15,7 +15,7 @@ from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.accelerator import whole_weights
 from fsdmoe.huggingface.refit import iterate_weights
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.moe_families import tiny_model
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fsdmoe
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import local_slice
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.lora import ExpertAdapters, peel
@@ -18,7 +19,6 @@ from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.lora_routers import connect_other_parameters
 from fsdmoe.mesh import Axis
 from fsdmoe.optim import AdamW
-from fsdmoe.placement import local_slice
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.support.coordinates import At, use_local_tensors
 from tests.support.hf_tiny import tiny_hf

@@ -3,7 +3,7 @@
 import pytest
 
 from fsdmoe.config.values import build_section, parse_override
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.lora_config import AdapterConfig
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fsdmoe import checkpoint
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.support.hf_tiny import batch, tiny_hf
 

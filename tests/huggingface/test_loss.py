@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.huggingface.loss import UnmadeLogits, has_fused_loss
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import head
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, VOCABULARY, batch, tiny_config, tiny_hf

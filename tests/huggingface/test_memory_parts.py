@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsdmoe
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.memory.config import Activation, MemoryConfig, Part
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.peft_modules import refuse_adapters, refuse_unknown_adapters
 from fsdmoe.testing import requires_peft

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fsdmoe
-from fsdmoe.auto_model import as_causal_lm
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.huggingface import preference
 from fsdmoe.huggingface.preference import PreferenceLM
 from fsdmoe.huggingface.preference_config import PreferenceConfig
 from fsdmoe.models.causal_lm import StepCounts
+from fsdmoe.parallel.auto_model import as_causal_lm
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.huggingface.test_loss import Largest, chunks_of
 from tests.support.hf_tiny import tiny_hf

@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import Batch
-from fsdmoe.errors import ConfigError
 from fsdmoe.feed import Feed
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import Decoder
 from fsdmoe.models.attention import SplitRows
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_pairs import randomize, tiny

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.reference import settle_reference
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.trl_case import build_model

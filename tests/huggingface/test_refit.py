@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fsdmoe.checkpoint.quantised import dequantise
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.refit import iterate_weights
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.refit_link import (
     Bucket,
     GroupLink,
@@ -24,7 +24,7 @@ from fsdmoe.huggingface.refit_link import (
     send_weights,
 )
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
 

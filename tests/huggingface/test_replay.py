@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.origin import Origin
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.experts.routing_file import save_routed_experts
 from fsdmoe.huggingface.replay import _is_compiled
 from fsdmoe.huggingface.routing import routing_tape
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.rotary import DocumentRotary
 from fsdmoe.testing import requires_transformers

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import local_tensor
 from fsdmoe.data import Batch
-from fsdmoe.errors import ConfigError
 from fsdmoe.feed import Feed
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes
-from fsdmoe.parallel import parallelize
-from fsdmoe.placement import local_tensor
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.tensor_parallel.split import split_tensors
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.coordinates import At

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fsdmoe
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.testing import RankFailure, requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
 from tests.support.trainer_case import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 
 transformers_api = pytest.importorskip("fsdmoe.huggingface.transformers_api")
 

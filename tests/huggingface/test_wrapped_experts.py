@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf
 from tests.support.moe_families import is_installed

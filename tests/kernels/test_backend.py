@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.backend import choose_kernels, kernels, triton_for
 from fsdmoe.kernels.rms_norm import RMSNorm
 

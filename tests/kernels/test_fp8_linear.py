@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.capturing import compute_again
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.capturing import compute_again
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels import fp8_linear as layers
 from fsdmoe.kernels import quantized_linear as emulation
 from fsdmoe.kernels.expert_mlp import experts_mlp

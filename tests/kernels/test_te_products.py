@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdmoe import quantized_layers
-from fsdmoe.errors import ConfigError
-from fsdmoe.kernels import te_products
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.kernels import recipe_support, te_products
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.libraries import LIBRARIES
@@ -261,7 +260,7 @@ def test_experts_without_any_row_compute_nothing(library: Library) -> None:
 def test_a_sharded_model_trains_by_it_as_in_bfloat16(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized_layers, "current_architecture", lambda: "hopper")
+    monkeypatch.setattr(recipe_support, "current_architecture", lambda: "hopper")
     plain = three_steps(PrecisionConfig())
     found = three_steps(PrecisionConfig(recipe="fp8_blockwise", backend="te"))
     assert ("e4m3 2", True) in library.made
@@ -291,11 +290,11 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 _CHOICES = """
 import sys
-from fsdmoe import quantized_layers
-from fsdmoe.errors import ConfigError
+import fsdmoe.parallel.quantized_layers
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.libraries import LIBRARIES
 from fsdmoe.precision import PrecisionConfig
-from fsdmoe.quantized_layers import check_recipe
+from fsdmoe.kernels.recipe_support import check_recipe
 
 check_recipe(PrecisionConfig(recipe="fp8_blockwise", emulate=True))
 LIBRARIES["te"].require()

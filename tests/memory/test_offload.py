@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.memory import offload as offload_module
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import name_activation, saving_as

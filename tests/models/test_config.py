@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from fsdmoe.config import to_toml
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.models import preset_config
 from fsdmoe.models.rope_config import PLAIN_ROPE
 from tests.support.config_building import build

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.head_products import EmulatedHead, Fp8Head, fp8_head
 from fsdmoe.models import head
 from fsdmoe.models.head import LMHead, LossRows, linear_cross_entropies, linear_cross_entropy

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from fsdmoe.core.placement import Placement, halves, placed_parameter
 from fsdmoe.mesh import Axis
 from fsdmoe.models import Initializer, build_model, materialize, preset_config
-from fsdmoe.placement import Placement, halves, placed_parameter
 from tests.support.coordinates import At
 
 

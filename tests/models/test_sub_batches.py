@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch.transfer import Link, Pending
@@ -15,7 +15,7 @@ from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.models import Decoder, build_model
 from fsdmoe.models.decoder import DecoderLayer
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.parallel_case import MODELS, Layout, build_parallel

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdmoe import events
-from fsdmoe.errors import ConfigError
+from fsdmoe.core import events
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe.__main__ import main, read_runs
 from fsdmoe.observe.compare import differences, held_out_note, notes, page, table
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe import ObserveConfig
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe import ObserveConfig, Observer, RunFacts, StepRecord, loggers
 
 CONFIG = "[optim]\nlr = 0.001\nbetas = [0.9, 0.95]\n[train]\nsteps = 3\n"

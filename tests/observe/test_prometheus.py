@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe import ObserveConfig
 from fsdmoe.observe.prometheus import MetricsServer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdmoe import events, failures
+from fsdmoe.core import events, failures
 from fsdmoe.observe.timeline import changes_of, drawing, goodput, lives_of, spans_of, timeline_lines
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, OptimConfig, clip_grad_norm, grad_norm

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe import checkpoint
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, EMAConfig, OptimConfig, WeightAverage
 from fsdmoe.testing import run_ranks

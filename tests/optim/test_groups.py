@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdmoe.config import Config
 from fsdmoe.config.build import build_config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import FSDPPolicy, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, GroupConfig, OptimConfig, build_optimizer, freeze, group_lines, learning_rate

@@ -5,9 +5,9 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdmoe.core.placement import Placement, halves, local_slice
 from fsdmoe.mesh import Axis
 from fsdmoe.optim.matrices import form_of, has_matrices
-from fsdmoe.placement import Placement, halves, local_slice
 from tests.support.coordinates import At
 
 EP, ETP = (Axis.EP, Shard(0)), Axis.ETP

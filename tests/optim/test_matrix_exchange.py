@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.axes import MeshConfig, resolve_degrees
 from fsdmoe.config import Config, build_config
+from fsdmoe.core.axes import MeshConfig, resolve_degrees
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import Muon, MuonConfig

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import FSDPPolicy, engine_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.config import preset_config
@@ -18,7 +18,7 @@ from fsdmoe.models.decoder import Decoder, build_model
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.optim import GroupConfig, Muon, MuonConfig, QKClip, freeze
 from fsdmoe.optim.qk_clip import largest_logits
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import ComputeDtype, PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.behaviour.test_compatibility import PLAIN, _train

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdmoe import checkpoint
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import FSDPPolicy, engine_of

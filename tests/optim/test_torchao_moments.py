@@ -12,7 +12,7 @@ import torchao.optim
 from torch import nn
 
 from fsdmoe import checkpoint
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fsdmoe import labels
 from fsdmoe.config import Config, build_config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core import labels
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.linear import add_product_
 from fsdmoe.plan.fake_kernels import kernels_left_out
 from fsdmoe.plan.fake_step import fake_step, planned_step

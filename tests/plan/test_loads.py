@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig, FlexConfig
 from fsdmoe.experts.routing_file import Recording, save_routed_experts
 from fsdmoe.mesh import Degrees

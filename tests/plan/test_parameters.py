@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.auto_model import as_causal_lm, build_any_model
 from fsdmoe.config import Config, build_config
 from fsdmoe.config.compatibility import check_compatibility
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, build_optimizer
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm, build_any_model
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.plan import Job, Setting
 from fsdmoe.plan.memory import MemoryEstimate, state_bytes
 from fsdmoe.testing import run_ranks

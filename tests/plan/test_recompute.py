@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fsdmoe.config import Config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.plan.estimate import HEADROOM
 from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import Job, Setting

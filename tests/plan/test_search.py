@@ -8,7 +8,7 @@ import pytest
 
 from fsdmoe.config import build_config
 from fsdmoe.context_parallel.config import ContextParallelConfig
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees

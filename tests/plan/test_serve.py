@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fsdmoe.config import build_config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.plan import serve
 from fsdmoe.plan.serve import FILES, HOST, build_server, request_of
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdmoe.config import build_config, to_toml
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.precision import LossScaleConfig, LossScaler, PrecisionConfig
 
 

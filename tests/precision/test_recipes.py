@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.precision.formats import E4M3, E5M2, FP8_BLOCKWISE, blockwise_scale
 from fsdmoe.precision.recipes import RECIPES, build_recipe

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
+from fsdmoe.core.placement import Placement, halves
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Placement, halves
 
 PLACEMENTS: dict[str, tuple[Placement, Axis]] = {
     "embed_tokens.weight": (Placement.whole((23, 8)), Axis.FSDP_TP),

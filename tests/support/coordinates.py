@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdmoe.core.placement import local_tensor
 from fsdmoe.mesh import Axis, mesh_without_groups
-from fsdmoe.placement import local_tensor
 
 
 @dataclass(frozen=True)

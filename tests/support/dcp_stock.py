@@ -17,7 +17,7 @@ from fsdmoe import checkpoint
 from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.models import build_model
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.hf_pairs import hf_model, tiny
 

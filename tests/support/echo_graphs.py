@@ -18,7 +18,7 @@ from fsdmoe.fsdp.host_state import buffers_of
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.graphs import GraphedMicroBatches
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import flex_state_of
+from fsdmoe.parallel.build import flex_state_of
 from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
 

@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdmoe import events
 from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.node_memory import run_folder
+from fsdmoe.core import events
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import NO_GPU
 from tests.support.scripts import IMPORTS_ROOT, ROOT

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, to_hf
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from tests.support.moe_families import VOCABULARY, tiny_model
 
 _LENGTH = 12

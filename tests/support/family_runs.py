@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import Batch
-from fsdmoe.errors import ConfigError
 from fsdmoe.feed import Feed
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.models import StepCounts
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.family_round_trip import tokens_of
 from tests.support.moe_families import VOCABULARY, tiny_model

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.core.placement import local_tensor
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.placement import local_tensor
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.tiny_modules import TinyDecoder, batch_of, init_fn, reference
 

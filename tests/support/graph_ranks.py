@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.graphs import GraphedMicroBatches, LayeredMicroBatches, MicroBatches
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import flex_state_of
+from fsdmoe.parallel.build import flex_state_of
 from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
 

@@ -15,7 +15,7 @@ from torch import nn
 from fsdmoe.fsdp import engine_of
 from fsdmoe.huggingface.transformers_api import build_hf_model
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from tests.support.allocations import count_allocations
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from tests.support.hf_tiny import VOCABULARY, tiny_hf
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

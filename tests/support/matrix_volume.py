@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdmoe.core.placement import Coordinates
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.mesh import Axis
 from fsdmoe.optim.matrices import FlatMatrices
 from fsdmoe.optim.matrix_exchange import MatrixBlock, _work
 from fsdmoe.optim.muon import _is_planned
-from fsdmoe.placement import Coordinates
 
 
 def planned_matrices(plans: Sequence[GroupPlan]) -> list[FlatMatrices]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdmoe.core.placement import local_slice
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import ClonePolicy, FlexDispatcher, FlexPolicy
@@ -26,7 +27,6 @@ from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layers import keep_less
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.models.memory_parts import prepare_parts
-from fsdmoe.placement import local_slice
 from tests.support.coordinates import use_local_tensors
 
 HIDDEN, WIDTH, NUM_EXPERTS = 16, 32, 8

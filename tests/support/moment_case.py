@@ -12,7 +12,7 @@ from fsdmoe.fsdp import FSDPConfig, engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import ModelConfig, StepCounts, build_model
 from fsdmoe.optim import AdamW, clip_grad_norm
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision import PrecisionConfig
 
 MODEL = ModelConfig(

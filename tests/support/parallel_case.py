@@ -30,7 +30,7 @@ from fsdmoe.models import (
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.coordinates import At
 

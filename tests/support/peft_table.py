@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fsdmoe import checkpoint
-from fsdmoe.auto_model import as_causal_lm
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import parallelize
 from tests.support.hf_pairs import randomize
 from tests.support.hf_tiny import VOCABULARY, batch, tiny_hf
 from tests.support.lora_case import move, rows

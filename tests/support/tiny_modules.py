@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.core.placement import Placement, halves, placed_parameter, placement_of
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Placement, halves, placed_parameter, placement_of
 
 VOCAB, H, N, E, K = 40, 16, 8, 8, 2
 

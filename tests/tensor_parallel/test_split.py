@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import local_tensor, placement_of
 from fsdmoe.mesh import Axis
 from fsdmoe.models import build_model
-from fsdmoe.placement import local_tensor, placement_of
 from fsdmoe.tensor_parallel.divide import check_tensor_parallel
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, split_tensors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.rules import one_of
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.allgather import AllGatherDispatcher
@@ -18,7 +19,6 @@ from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.resending import sending_again
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatcher
-from fsdmoe.rules import one_of
 
 __all__ = [
     "CLONING", "DISPATCHERS", "UNPACKED", "Choice", "ClonePolicy", "CloningDispatcher", "DispatchPlan",

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.experts.dispatch.base import CountingDispatcher, Departure, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Exchange
 from fsdmoe.kernels.permute import RowPermutation, sum_rows, take_rows, unpermute

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.dispatch.host_reader import HostReader
 from fsdmoe.experts.dispatch.resend import Resend

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.experts.dispatch.clone_exchange import CloneExchange
 from fsdmoe.experts.dispatch.transfer import Pending
 from fsdmoe.kernels.cloned_experts import experts_mlp_cloned

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.dispatch.base import UNPACKED, DispatchPlan, Links, Packing, Rows
 from fsdmoe.experts.dispatch.cloning import ClonePolicy, CloningPlan
 from fsdmoe.experts.dispatch.flex import FlexDispatcher

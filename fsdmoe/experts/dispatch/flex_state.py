@@ -26,7 +26,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdmoe.autograd import is_in_backward
+from fsdmoe.core.autograd import is_in_backward
+from fsdmoe.core.process_group import TIMEOUT
 from fsdmoe.experts.dispatch.base import Links
 from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
 from fsdmoe.experts.dispatch.flex_transport import (
@@ -36,7 +37,6 @@ from fsdmoe.experts.dispatch.flex_transport import (
     Transport,
     agree,
 )
-from fsdmoe.process_group import TIMEOUT
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.compat import all_gather
+from fsdmoe.core.compat import all_gather
 from fsdmoe.experts.dispatch.base import DispatchPlan, Links
 from fsdmoe.experts.dispatch.clone_exchange import Clones, ClonesByLink
 from fsdmoe.experts.dispatch.transfer import Pending, Transfer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fsdmoe.core.features import refuse_together
 from fsdmoe.experts.config import EXPERTS_ELSEWHERE
 from fsdmoe.experts.dispatch.base import UNPACKED, CountingDispatcher, DispatchPlan, Links, Packing, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
-from fsdmoe.features import refuse_together
 
 
 class LocalDispatcher(CountingDispatcher):

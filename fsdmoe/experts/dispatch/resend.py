@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Pending, Transfer
 from fsdmoe.kernels.packed_rows import pack_rows, unpack_rows
 from fsdmoe.kernels.permute import RowPermutation, take_rows

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.autograd import once_differentiable
-from fsdmoe.compat import ALL_GATHER
+from fsdmoe.core.autograd import once_differentiable
+from fsdmoe.core.compat import ALL_GATHER
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.kernels.packed_rows import pack_rows, unpack_rows
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.triton.launch import QuickLaunch, next_power_of_2
 
 # Numbers of one kind that the program holds at a time.

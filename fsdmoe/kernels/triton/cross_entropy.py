@@ -4,8 +4,8 @@
     grad_c = (softmax(logits_c) - onehot(label_c)) / divisor
 
 both zero for tokens that are masked out, whatever their label. A token whose label is outside of the
-vocabulary has a loss that is not a number, no gradient, and leaves a note (see :mod:`fsdmoe.labels`). One
-program a token walks the vocabulary twice: once for the log-sum-exp, keeping a running maximum, once to
+vocabulary has a loss that is not a number, no gradient, and leaves a note (see :mod:`fsdmoe.core.labels`).
+One program a token walks the vocabulary twice: once for the log-sum-exp, keeping a running maximum, once to
 overwrite each logit with its gradient. No fp32 copy of the logits is ever made. Legend: C tokens of a chunk,
 V vocabulary.
 """

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.kernels.triton.rms_norm_kernels import blocking_of, load_rows, num_backward_programs, rows_of

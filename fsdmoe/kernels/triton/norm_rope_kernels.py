@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 from fsdmoe.kernels.triton.rms_norm_kernels import num_backward_programs

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2, num_programs
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdmoe.autograd import once_differentiable
+from fsdmoe.core.autograd import once_differentiable
 from fsdmoe.kernels.router_policy import RouterTopK, TopKPolicy
 from fsdmoe.kernels.triton.router_kernels import route, route_backward
 

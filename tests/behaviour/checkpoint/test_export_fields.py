@@ -12,7 +12,7 @@ import torch
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, to_hf
 from fsdmoe.config import load_config
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.models import Decoder
 from fsdmoe.testing import requires_transformers

@@ -18,7 +18,7 @@ from fsdmoe.checkpoint.hf_import import from_hf
 from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.models import Decoder, build_model
 from fsdmoe.optim import AdamW, clip_grad_norm
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_pairs import hf_model, randomize, tiny

@@ -12,11 +12,11 @@ from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer
 from fsdmoe.checkpoint.parts import collect
 from fsdmoe.checkpoint.tree import split_tree
+from fsdmoe.core.placement import Placement, halves, placed_parameter
 from fsdmoe.fsdp import FSDPPolicy, engine_of, fully_shard
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.placement import Placement, halves, placed_parameter
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.checkpoint_states import truth

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.config import DataConfig
 from fsdmoe.data.stream import DataStream
-from fsdmoe.errors import ConfigError
 from tests.support.corpora import (
     memory_config,
     memory_store,

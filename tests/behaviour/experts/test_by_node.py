@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.dispatch import ExpertLayout, Links, Packing, Rows, build_dispatcher
 from fsdmoe.kernels.send_order import index_rows
 from fsdmoe.mesh import MeshConfig, build_meshes

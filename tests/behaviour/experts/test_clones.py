@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import ClonePolicy, FlexPolicy
 from fsdmoe.experts.moe import GroupedExperts, MoE
@@ -22,9 +22,9 @@ from fsdmoe.experts.router import Router
 from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.fsdp import FSDPPolicy, fully_shard
 from fsdmoe.mesh import MeshConfig, build_meshes
+from fsdmoe.parallel.quantized_layers import apply_recipe
+from fsdmoe.parallel.quantized_state import QuantizedState
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.quantized_layers import apply_recipe
-from fsdmoe.quantized_state import QuantizedState
 from fsdmoe.testing import run_ranks
 from tests.behaviour.test_layouts import losses
 from tests.support import parallel_case

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.fsdp_parity import Case, run_sharded, shard_tiny

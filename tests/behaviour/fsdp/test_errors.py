@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.core.placement import Placement, placed_parameter
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes, resolve_degrees
-from fsdmoe.placement import Placement, placed_parameter
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.fsdp_parity import FP32, Case, shard_tiny

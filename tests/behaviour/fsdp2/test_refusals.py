@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdmoe
 import fsdmoe.fsdp2 as our_fsdp
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdmoe.testing import run_ranks
 from tests.fsdp2.test_fully_shard import built, loss_of, wrap_blocks

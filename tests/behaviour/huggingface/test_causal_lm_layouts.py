@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import Batch
 from fsdmoe.experts.config import ExpertsConfig
@@ -18,7 +17,8 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes
 from fsdmoe.models import StepCounts
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fsdmoe import checkpoint
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.support.hf_tiny import VOCABULARY, tiny_hf

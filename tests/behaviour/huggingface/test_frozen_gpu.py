@@ -14,14 +14,14 @@ from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.kernels.frozen_weights import frozen_values
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.four_bit import FourBit, encode
 from fsdmoe.precision.quantized_weight import WeightScales, decoded
 from fsdmoe.testing import requires_gpu, requires_peft
+from tests.parallel.test_frozen_layers import kept_values, round_base
 from tests.support.hf_tiny import VOCABULARY, tiny_hf
 from tests.support.lora_case import EXPERTS, move
-from tests.test_frozen_layers import kept_values, round_base
 
 pytestmark = [requires_gpu, requires_peft]
 SIZES: dict[str, Any] = {

@@ -14,7 +14,7 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.huggingface import attention_forward
 from fsdmoe.memory.config import MemoryConfig, Part
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_gpu, requires_transformers
 from tests.support.hf_tiny import tiny_hf

@@ -13,12 +13,12 @@ from torch._dynamo.testing import CompileCounter
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint.hf_export import to_hf
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor, engine_of
 from fsdmoe.huggingface.refit import iterate_weights
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, clip_grad_norm
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf, train
 

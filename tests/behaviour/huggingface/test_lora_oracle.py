@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.support.hf_tiny import batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.testing import requires_gpu, requires_transformers
 from tests.support.moe_families import tiny_model

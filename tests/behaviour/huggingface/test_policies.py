@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdmoe
-from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.checkpoint import to_hf
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import Batch
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
 from fsdmoe.experts.replay import RoutingTape
@@ -29,7 +28,8 @@ from fsdmoe.huggingface.routing import policies_of, refuse_passed_over
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, MeshConfig, Meshes, build_meshes
 from fsdmoe.models import Decoder, build_model
-from fsdmoe.parallel import ParallelPolicy, end_step, parallelize
+from fsdmoe.parallel.auto_model import as_causal_lm
+from fsdmoe.parallel.build import ParallelPolicy, end_step, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.behaviour.test_hf_run import STOP, config_for, folder_of, go, losses

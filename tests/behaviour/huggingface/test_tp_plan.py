@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdmoe import checkpoint
 from fsdmoe.mesh import Axis, build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from fsdmoe.testing.ranks import RankFailure
 from tests.support.dtensor_models import relative, train_beside

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fsdmoe
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.testing import RankFailure, requires_transformers, run_ranks
 from tests.support.trl_case import Found, build_trainer, run_trl, write_completions
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from fsdmoe.config.compatibility import own_where_needed, refuse_sections
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.kernels import architecture, backend, te_products, torchao_products
 from fsdmoe.kernels.libraries import LIBRARIES
+from fsdmoe.kernels.recipe_support import check_recipe, chosen_backend
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
-from fsdmoe.parallel import ParallelPolicy
+from fsdmoe.parallel.build import ParallelPolicy
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.precision.config import Backend
-from fsdmoe.quantized_layers import check_recipe, chosen_backend
-from fsdmoe.run_facts import _devices_text
+from fsdmoe.run.facts import _devices_text
 
 HOPPER, BLACKWELL, BLACKWELL_ULTRA, GEFORCE = (9, 0), (10, 0), (10, 3), (12, 0)
 FP8_RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")

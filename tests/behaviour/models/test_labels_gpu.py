@@ -36,7 +36,7 @@ def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def noted() -> str:
     """What is raised where the host waited for the device."""
-    from fsdmoe.labels import raise_noted  # here, so that the assertions before it stand alone
+    from fsdmoe.core.labels import raise_noted  # here, so that the assertions before it stand alone
 
     torch.cuda.synchronize()
     try:

@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
+from fsdmoe.core.placement import Placement
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.backend import has_fp8_kernels, kernels
-from fsdmoe.placement import Placement
 from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantized_weight import WeightCodes
 

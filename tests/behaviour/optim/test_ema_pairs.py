@@ -15,7 +15,7 @@ from fsdmoe.checkpoint.hf_export import ExportPolicy, to_hf
 from fsdmoe.checkpoint.session import open_newest
 from fsdmoe.config import features as on
 from fsdmoe.config.compatibility import EXACT, TABLE, check_compatibility
-from fsdmoe.features import RIGHT, Feature
+from fsdmoe.core.features import RIGHT, Feature
 from fsdmoe.fsdp.config import CPU_OFFLOAD
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics

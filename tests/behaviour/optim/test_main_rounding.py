@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.kernels.adamw_step import AdamWStep, adamw_small_reference_
 from fsdmoe.optim import AdamW
 from fsdmoe.precision import PrecisionConfig

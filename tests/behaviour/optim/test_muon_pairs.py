@@ -13,7 +13,7 @@ import torch
 
 from fsdmoe.config import features as on
 from fsdmoe.config.compatibility import EXACT, TABLE, check_compatibility
-from fsdmoe.features import RIGHT, Feature
+from fsdmoe.core.features import RIGHT, Feature
 from fsdmoe.fsdp.config import CPU_OFFLOAD
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.optim import Muon, MuonConfig

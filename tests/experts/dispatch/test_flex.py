@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig, ExpertChoiceConfig, ExpertsConfig, FlexConfig
 from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Links, build_dispatcher, options_of
 from fsdmoe.experts.dispatch.flex import share_state

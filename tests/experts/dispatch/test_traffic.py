@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.experts.capacity import pad_to_capacity, within_capacity
 from fsdmoe.experts.config import CapacityConfig
 from fsdmoe.experts.context import RoutingContext

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.mesh import Meshes
 from tests.support.random_programs.draw import Op, Program
 from tests.support.random_programs.layout import Verdict

@@ -28,7 +28,7 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models import Decoder, Initializer, ModelConfig, StepCounts, build_model, materialize
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.coordinates import At
 from tests.support.random_programs.layout import Layout, Verdict

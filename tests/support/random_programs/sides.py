@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe import checkpoint
-from fsdmoe.errors import ConfigError
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Meshes
 from fsdmoe.optim import AdamW, clip_grad_norm

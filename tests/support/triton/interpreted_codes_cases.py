@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdmoe.core.placement import Placement
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.layout import OwnedRange
@@ -22,7 +23,6 @@ from fsdmoe.kernels.triton import adamw_, adamw_codes_, encode_weight_, launch
 from fsdmoe.kernels.triton.fp8_weights import quantize_weight
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.placement import Placement
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.formats import E4M3, Recipe, Scaling
 from fsdmoe.precision.quantized_weight import WeightCodes, WeightCoding, quantize_for_gather

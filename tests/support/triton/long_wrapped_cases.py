@@ -11,7 +11,7 @@ from fsdmoe.kernels import triton as fused_kernels
 from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.triton import launch
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel.build import parallelize
 from tests.huggingface.test_fused_layers import EVERY, assert_same, outcome, tiny
 
 NO_ROTATION = ("deepseek_v2",)  # complex numbers
