@@ -267,6 +267,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compare", action="store_true", help='also the MoE with memory.keep = "values"')
     parser.add_argument("--corpus", type=Path, help="a folder of benchmarks/corpus.py")
     parser.add_argument("--curves", type=float, metavar="MINUTES", help="train both for so long instead")
+    parser.add_argument("--stop-after", type=float, default=float("inf"), metavar="MINUTES",
+                        help="end curves early, on their schedule; they are only printed")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--points", type=int, default=8, help="evaluations of a curve")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")

@@ -66,6 +66,8 @@ def add_curves(built: Built, size: Callable[..., Any], args: argparse.Namespace)
             if curve.key in {each.key for each in curves} or is_late:
                 continue
             fill(curve, built(model, size(args.tokens[0], seed, args.optimizer), args), args)
+            if args.stop_after < args.curves:
+                continue
             curves.append(curve)
             args.json.write_text(json.dumps([asdict(each) for each in curves]), encoding="utf-8")
             print(
@@ -80,7 +82,8 @@ def fill(curve: Curve, building: AbstractContextManager[program.Run], args: argp
     """Train one run; it is gone with this function, before the next is built."""
     with building as run:
         batches = held_out_batches(run, args.corpus, 1 if args.tiny else EVALUATED_STEPS)
-        train(run, curve, batches, args.points, settling=4 if args.tiny else SETTLING_STEPS)
+        settling = 4 if args.tiny else SETTLING_STEPS
+        train(run, curve, batches, args.points, settling=settling, stop_after=args.stop_after)
 
 
 def held_out_batches(run: program.Run, corpus: Path, num_steps: int) -> list[Batch]:
@@ -96,8 +99,16 @@ def held_out_batches(run: program.Run, corpus: Path, num_steps: int) -> list[Bat
     return batches
 
 
-def train(run: program.Run, curve: Curve, batches: list[Batch], num_points: int, *, settling: int) -> None:
-    """Until the time is over, with so many evaluations, evenly spread."""
+def train(
+    run: program.Run,
+    curve: Curve,
+    batches: list[Batch],
+    num_points: int,
+    *,
+    settling: int,
+    stop_after: float = float("inf"),
+) -> None:
+    """Until the time is over, or ``stop_after`` minutes, with so many evaluations, evenly spread."""
     first = [timed_step(run) for _ in range(settling)]
     settled = statistics.median(spent for spent, _ in first[-max(1, settling // 4) :])
     # Those that compiled, and captured graphs, count as any other.
@@ -118,6 +129,8 @@ def train(run: program.Run, curve: Curve, batches: list[Batch], num_points: int,
             f"loss {held_out:.4f}, training loss of the last 20 steps {statistics.fmean(losses[-20:]):.4f}",
             flush=True,
         )
+        if seconds >= 60 * stop_after:
+            break
     curve.tokens = run.progress["tokens"]
 
 

@@ -63,10 +63,12 @@ class LayeredMicroBatches(MicroBatches):
         is_ready = kind in self._seen and self._num_steps >= _STEPS_BEFORE
         self._seen.add(kind)
         self._num_steps += last
-        if not is_ready or shape is None or not self._may_capture(shape, batch):
+        if shape is None or not self._may_capture(shape, batch):
             return super().run(*batch, last=last)
         static, shared = self._shapes[shape]
         static.fill(batch)
+        if not is_ready:  # kernels that build something for a shape build it here, which no capture allows
+            return super().run(static.arguments(), counts, routing, last=last)
         for side in self._sides:
             side.use(shape, shared)
         try:

@@ -83,11 +83,9 @@ class _Captured:
 class _Shape:
     """What all graphs of one shape share."""
 
-    like: LossOutput
-    """What a micro-batch returned, for the sizes of it."""
-    inputs: StaticInputs | None = None
+    inputs: StaticInputs
     outputs: LossOutput | None = None
-    """Outside of the pool."""
+    """Outside of the pool; made with the first one that returns."""
 
 
 class GraphedMicroBatches(MicroBatches):
@@ -188,12 +186,16 @@ class GraphedMicroBatches(MicroBatches):
         return kind in self._graphs or kind in self._seen
 
     def _first_run(self, batch: GivenBatch, kind: _Kind | None, last: bool) -> LossOutput:
-        """As it is; whether it can be captured is found out."""
+        """Eagerly, from the inputs that a graph of it will read: kernels build here what they build for a
+        shape, since no capture allows it. Whether it can be captured is found out."""
         if kind is None or not kind.before.is_at_rest or not self._may_capture(kind):
             return self._beside_graphs(batch, last, gets_none=kind is None or kind.before.is_at_rest)
         self._found_new = True
+        if (shape := self._shapes.get(kind.shape)) is None:
+            shape = self._shapes[kind.shape] = _Shape(StaticInputs(batch, kind.shape.num_borders))
+        shape.inputs.fill(batch)
         random_before = self._recorder.random_state()
-        out = self._beside_graphs(batch, last)
+        out = self._beside_graphs(shape.inputs.given(first=kind.first), last)
         if self._recorder.random_state() != random_before:
             raise ConfigError(
                 "train.graphs: expected a model that draws no random numbers in training, got one that does "
@@ -201,7 +203,8 @@ class GraphedMicroBatches(MicroBatches):
                 'train.graphs = "none"'
             )
         self._seen.add(kind)
-        self._shapes.setdefault(kind.shape, _Shape(out))
+        if shape.outputs is None:
+            shape.outputs = LossOutput(*(torch.empty_like(tensor) for tensor in _tensors(out)))
         return out
 
     def _may_capture(self, kind: _Kind) -> bool:
@@ -244,17 +247,14 @@ class GraphedMicroBatches(MicroBatches):
 
     def _capture(self, kind: _Kind, batch: GivenBatch) -> None:
         shape, engine, began = self._shapes[kind.shape], self._engine, time.perf_counter()
-        if shape.inputs is None or shape.outputs is None:
-            shape.inputs = StaticInputs(batch, kind.shape.num_borders)
-            shape.outputs = LossOutput(*(torch.empty_like(tensor) for tensor in _tensors(shape.like)))
-        static, outputs = shape.inputs, shape.outputs
-        static.fill(batch)
+        outputs = shape.outputs
+        assert outputs is not None, "a kind of micro-batch is captured once it has run"
+        shape.inputs.fill(batch)
         prepare_gradients(engine)
 
         def work() -> None:
             open_capture(engine)
-            given = GivenBatch(static.arguments(), static.counts(), static.routing(first=kind.first))
-            out = self._eager(given, kind.last)
+            out = self._eager(shape.inputs.given(first=kind.first), kind.last)
             for place, result in zip(_tensors(outputs), _tensors(out), strict=True):
                 place.copy_(result)
             close_capture(engine)
@@ -270,7 +270,6 @@ class GraphedMicroBatches(MicroBatches):
 
     def _replay(self, kind: _Kind, batch: GivenBatch) -> LossOutput:
         captured, shape = self._graphs[kind], self._shapes[kind.shape]
-        assert shape.inputs is not None
         assert shape.outputs is not None
         # Other ranks would wait for rows that this one sends another way.
         assert self._flex is None or not self._flex.is_repeating, "a repeated step exchanges no rows by flex"

@@ -114,6 +114,10 @@ class StaticInputs:
         if self._plan is not None:
             self._plan.fill(batch.inputs["split"].plan)
 
+    def given(self, *, first: bool) -> GivenBatch:
+        """What a graph computes from; ``first``: as a step's first micro-batch."""
+        return GivenBatch(self.arguments(), self.counts(), self.routing(first=first))
+
     def arguments(self) -> dict[str, Any]:
         """The model's."""
         found = {name: self._tensors.get(name, value) for name, value in self._arguments.items()}

@@ -177,9 +177,7 @@ def padded(batch: GivenBatch) -> GivenBatch:
     """With as many borders of documents as a graph has."""
     key = shape_key(batch)
     assert key is not None
-    static = StaticInputs(batch, key.num_borders)
-    routing = static.routing(first=batch.routing.prior_load_LE is None)
-    return GivenBatch(static.arguments(), static.counts(), routing)
+    return StaticInputs(batch, key.num_borders).given(first=batch.routing.prior_load_LE is None)
 
 
 class PaddedMicroBatches(MicroBatches):

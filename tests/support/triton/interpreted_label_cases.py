@@ -18,7 +18,7 @@ VOCABULARY = 50
 
 
 def raise_noted() -> None:
-    from fsdmoe import labels  # here, so that the assertions before it stand alone
+    from fsdmoe.core import labels  # here, so that the assertions before it stand alone
 
     labels.raise_noted()
 
