@@ -99,7 +99,9 @@ def apply_recipe(
     if precision.quantized_weights:
         others = {p for m in model.modules() if m not in given for p in m.parameters(recurse=False)}
         for module, part in given.items():
-            found["travel"] += _quantize_weights(module, recipe, others, transposed=part in fused)
+            # Without emulation kernels compute it wherever it runs, also where this machine only plans.
+            is_fused = part in fused or not precision.emulate
+            found["travel"] += _quantize_weights(module, recipe, others, transposed=is_fused)
     line = _line(recipe, precision, found)
     if precision.head == "fp8":
         _quantize_head(model, recipe, precision)

@@ -18,7 +18,7 @@ GIB = 2**30
 
 def configured(world: int, **tables: dict[str, Any]) -> Config:
     problems: list[str] = []
-    config = build_config(tables, {}, world, problems)
+    config = build_config(tables, {}, world, problems, needs_data=False)
     assert config is not None, problems
     return config
 
@@ -67,6 +67,51 @@ def test_the_measured_step_of_one_gpu_is_planned_within_three_percent() -> None:
     setting = Setting(**{**vars(setting), "memory": MemoryConfig(recompute=("norms",))})
     found = estimate_memory(Job.of(config), setting)
     assert (found.total - found.context) / GIB == pytest.approx(50.2, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "keep", "peak"),
+    [(False, "values", 86.8), (True, "values", 93.6), (False, "codes", 71.7), (True, "codes", 78.5)],
+)
+def test_the_measured_steps_in_fp8_are_planned_within_three_percent(
+    quantized: bool, keep: str, peak: float
+) -> None:
+    """docs/results/emulated_run.md: 48 layers on one of 8 ranks."""
+    config = configured(
+        8,
+        model={"preset": "qwen3-30b-a3b"},
+        mesh={"ep": 8},
+        memory={"recompute": ["norms"], "keep": keep},
+        experts={"chunks": 2},
+        data={"seq_len": 4096},
+        precision={
+            "main_dtype": "bfloat16",
+            "reduce_dtype": "bfloat16",
+            "recipe": "fp8_blockwise",
+            "quantized_weights": quantized,
+        },
+        optim={"moment_dtype": "bfloat16"},
+        train={"global_batch_size": 32, "micro_batch_size": 4},
+    )
+    found = estimate_memory(Job.of(config), Setting.of(config, 8))
+    assert (found.total - found.context) / GIB == pytest.approx(peak, rel=0.03)
+
+
+def test_codes_are_planned_both_ways_round_where_kernels_will_read_them() -> None:
+    """Wherever the plan is made. Emulated products read them one way."""
+    tables: dict[str, Any] = {
+        "model": {"preset": "qwen3-30b-a3b"},
+        "mesh": {"ep": 8},
+        "train": {"global_batch_size": 32},
+    }
+    recipe = {"recipe": "fp8_blockwise", "quantized_weights": True}
+    sizes = [
+        state_bytes(Job.of(config), Setting.of(config, 8)).weights
+        for emulate in (False, True)
+        if (config := configured(8, **tables, precision={**recipe, "emulate": emulate}))
+    ]
+    layer = 128 * 3 * 768 * 2048 // 8
+    assert sizes[0] - sizes[1] == pytest.approx(48 * layer, rel=0.001)
 
 
 def test_the_states_of_the_report_are_reproduced() -> None:
