@@ -46,6 +46,7 @@ class JsonTokenizer:
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
         self.eos_id = self._special(eos_token) if eos_token else self._usual_eos(vocab)
         self.bos_id = self._special(bos_token, key="bos_token") if bos_token else None
+        self.own_bos = self._own_bos()
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
@@ -82,6 +83,11 @@ class JsonTokenizer:
             f"data.eos_token: {self._path} has no end-of-text token under a usual name "
             f"({', '.join(_EOS_NAMES)}); name the one to use; {self._choices()}"
         )
+
+    def _own_bos(self) -> str:
+        encoded = self._text.encode("a", add_special_tokens=True)
+        is_special = bool(encoded.special_tokens_mask) and encoded.special_tokens_mask[0] == 1
+        return str(encoded.tokens[0]) if is_special else ""
 
     def _choices(self) -> str:
         added = [token.content for token in self._text.get_added_tokens_decoder().values() if token.special]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from fsdmoe.data.chat import ChatEncoder
+
+logger = logging.getLogger(__name__)
 
 # Part of every cache key: raise it when the meaning of the files changes.
 _FORMAT = 1
@@ -106,6 +109,12 @@ def _fitting_tokenizer(config: DataConfig) -> Tokenizer:
             f"data.vocab_size: expected at least the tokenizer's {tokenizer.vocab_size}, got "
             f"{config.vocab_size}; remove the key"
         )
+    if tokenizer.own_bos and not config.bos_token and kinds - {"tokens", "chat"}:
+        logger.warning(
+            'data.bos_token: %s begins each text with %s, this run does not; write bos_token = "%s" for a '
+            "model that was trained so",
+            config.tokenizer, tokenizer.own_bos, tokenizer.own_bos,
+        )  # fmt: skip
     return tokenizer
 
 

@@ -24,6 +24,9 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_id: int
     bos_id: int | None
+    """Of the token that a run puts before each document."""
+    own_bos: str
+    """The token that the tokenizer itself would put before a text; empty where it puts none."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """Token ids of each text; special tokens in it are ordinary text. No bos, no eos."""
@@ -49,6 +52,7 @@ class ByteTokenizer:
     vocab_size = 264
     eos_id = BYTE_SPECIALS["<|endoftext|>"]
     bos_id: int | None = None
+    own_bos = ""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]

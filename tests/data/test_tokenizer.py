@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.config import DataConfig
-from fsdmoe.data.sources import open_sources
+from fsdmoe.data.sources import check_data, open_sources
 from fsdmoe.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
@@ -62,6 +62,32 @@ def test_the_end_of_text_is_the_one_that_the_folder_states(tokenizer_json, state
     assert load_tokenizer(str(tokenizer_json), eos_token="<|endoftext|>").eos_id == 256
     config.write_text(json.dumps({"eos_token": None}))
     assert load_tokenizer(str(tokenizer_json)).eos_id == 256
+
+
+def test_a_token_that_the_tokenizer_would_begin_with_and_the_run_does_not_is_told(tokenizer_json, caplog):
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer_json))
+    begin = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 259)]
+    )
+    folder = tokenizer_json.parent
+    (folder / "a.txt").write_text("ab")
+
+    def told(kind: str = "text", bos_token: str = "") -> str:
+        caplog.clear()
+        check_data(
+            DataConfig(
+                kind=kind, path=str(folder / "a.txt"), tokenizer=str(tokenizer_json), bos_token=bos_token
+            )
+        )
+        return caplog.text
+
+    assert told() == ""
+    backend.post_processor = begin
+    backend.save(str(tokenizer_json))
+    assert 'write bos_token = "<bos>"' in told()
+    assert told(bos_token="<bos>") == ""
+    assert load_tokenizer(str(tokenizer_json)).encode_batch(["a"])[0].size == 1
 
 
 def test_an_answer_is_encoded_with_its_prompt(tmp_path):
