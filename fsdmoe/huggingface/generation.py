@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +27,19 @@ from fsdmoe.core.errors import ConfigError
 from fsdmoe.huggingface.for_a_while import set_for_a_while
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
 from fsdmoe.tensor_parallel.group import TensorGroup
+
+
+def follow_folder(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Generate as the folder whose weights the model has says: where it ends, and how it draws. What was set
+    by hand stays."""
+    own = getattr(model, "generation_config", None)
+    if not getattr(own, "_from_model_config", False):
+        return
+    from fsdmoe.huggingface.transformers_api import read_generation_config  # optional: only when chosen
+
+    found = read_generation_config(Path(folder).expanduser())
+    if found is not None:
+        model.generation_config = found
 
 
 def generate_together(model: nn.Module) -> None:

@@ -50,6 +50,12 @@ def read_hf_config(path: str | os.PathLike[str]) -> Any:
         ) from error
 
 
+def read_generation_config(folder: Path) -> Any:
+    """What the folder's ``generation_config.json`` says; None without the file."""
+    has_file = (folder / transformers.utils.GENERATION_CONFIG_NAME).is_file()
+    return transformers.GenerationConfig.from_pretrained(folder) if has_file else None
+
+
 def _folder_instead(folder: Path, name: str) -> str:
     """A folder of nearly this name, or where to get it."""
     if close := choice_like(str(folder), [str(each.parent) for each in folder.parent.glob("*/config.json")]):

@@ -41,6 +41,7 @@ from fsdmoe.fsdp import (
     refuse_sharded,
     shard_agreed,
 )
+from fsdmoe.huggingface.generation import follow_folder
 from fsdmoe.huggingface.lora import has_factors, peel
 from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.huggingface.routing import policies_of
@@ -226,6 +227,7 @@ def parallelize(
         QuantizedState(states, policy.precision.statistics).follow(inner, meshes)
     if load is not None:
         checkpoints.load(load, inner)
+        follow_folder(inner, load)
     kind.after_sharding(meshes, small_chunks=small_chunks, fused_loss=fused_loss)
     if inner is not model:
         connect_shell(model, inner, meshes)

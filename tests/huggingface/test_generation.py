@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import batch, tiny_hf
 
+transformers = pytest.importorskip("transformers")
 pytestmark = requires_transformers
 POLICY = ParallelPolicy(precision=PrecisionConfig(param_dtype="float32"), grad_divisor=1.0)
 
@@ -49,6 +51,27 @@ def generate(family: str, degrees: dict[str, int]) -> tuple[int, torch.Tensor, b
     number = dist.get_rank() // meshes.size(Axis.TP)
     generated = model.generate(**prompts_of(number))  # type: ignore[operator]
     return number, generated, not shares_rows or loss_of(model, meshes) == before
+
+
+def _ends(folder: str) -> tuple[Any, Any]:
+    """Of a model built on the meta device, and of one whose user has set it."""
+    AutoConfig, AutoModel = (getattr(transformers, name) for name in ("AutoConfig", "AutoModelForCausalLM"))
+    found = []
+    for sets in (False, True):
+        with torch.device("meta"):
+            model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
+        if sets:
+            model.generation_config = transformers.GenerationConfig(eos_token_id=7)
+        parallelize(model, build_meshes(), POLICY, load=folder)
+        found.append(model.generation_config.eos_token_id)
+    return found[0], found[1]
+
+
+def test_a_loaded_folder_says_where_its_model_ends(tmp_path: Path) -> None:
+    model = tiny_hf("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    transformers.GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
+    assert run_ranks(_ends, 1, str(tmp_path)) == [([5, 6], 7)]
 
 
 LAYOUTS = [
