@@ -124,6 +124,14 @@ class AdamW(torch.optim.Optimizer):
         self._mixed: set[ParamGroup] = set()
         """Groups with parameters that another rule updates: a step does not write all of their weights in
         compute precision."""
+        mine = {parameter for group in self.param_groups for parameter in group["params"]}
+        self._steps_all = all(
+            param.sharded in mine
+            for group in engine.groups
+            if group.plan.requires_grad
+            for param in group.params
+        )
+        """No other optimizer has parameters of the model."""
         self._stream: StateStream | None = None
         """Through which moments in host memory are stepped; made by the first step."""
         self._guard = HostGuard()
@@ -255,8 +263,11 @@ class AdamW(torch.optim.Optimizer):
         return [moments.update_range([index]) for index in present]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients of the model."""
-        self._engine.zero_grad()
+        """Drop the gradients of its parameters, or zero them; those of other optimizers stay."""
+        if set_to_none and self._steps_all:
+            self._engine.zero_grad()
+        else:
+            super().zero_grad(set_to_none)
 
     # Checkpoints: state by parameter name, as sharded tensors that a load fills in place.
 

@@ -172,6 +172,41 @@ def test_a_non_finite_gradient_skips_the_step_and_state_can_be_put_back() -> Non
         assert all(found.values()), found
 
 
+def with_two_optimizers(make: type[torch.optim.Optimizer], model: nn.Module, run: Any) -> None:
+    vectors = make([p for p in model.parameters() if p.dim() < 2], lr=3e-3)  # type: ignore[call-arg]
+    matrices = make([p for p in model.parameters() if p.dim() >= 2], lr=1e-3)  # type: ignore[call-arg]
+    for step in range(3):
+        run(model, Case(), step)
+        for optimizer in (vectors, matrices):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def two_optimizers() -> float:
+    model, plain = sharded(Case()), reference()
+    with_two_optimizers(AdamW, model, run_sharded)
+    with_two_optimizers(torch.optim.AdamW, plain, run_plain)
+    targets = dict(plain.named_parameters())
+    return max(relative(p.full_tensor(), targets[n].detach()) for n, p in model.named_parameters())  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_leaves_the_gradients_of_another_alone() -> None:
+    for worst in run_ranks(two_optimizers, 2):
+        assert worst < 1e-5
+
+
+def zeroed_in_place() -> bool:
+    model = sharded(Case())
+    optimizer = AdamW(model, **SETTINGS)
+    run_sharded(model, Case(), 0)
+    optimizer.zero_grad(set_to_none=False)
+    return all(p.grad is not None and not p.grad.piece.any() for p in model.parameters())
+
+
+def test_gradients_are_zeros_and_not_none_where_that_is_asked_for() -> None:
+    assert all(run_ranks(zeroed_in_place, 2))
+
+
 def schedule() -> list[float]:
     model = sharded(Case())
     optimizer = AdamW(model, lr=1.0)
