@@ -26,6 +26,7 @@ from fsdmoe.core.rewrites import Rewrite, foreign_forward, rewrite, rewrites_of
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.fsdp.outputs import tensors_of
+from fsdmoe.huggingface.lora import path_around
 from fsdmoe.huggingface.wrapped_experts import ParallelForward
 
 
@@ -41,7 +42,7 @@ def follow_routing(
         forward.routing = routing.at_layer(layer)
         forward.routing_again = None  # of a backward that raised
         if tape.replays:
-            block = model.get_submodule(name.rpartition(".")[0])
+            block = model.get_submodule(path_around(name).rpartition(".")[0])
             if not any(each.which is Rewrite.REPLAY for each in rewrites_of(block)):
                 rewrite(block, Rewrite.REPLAY, _replayed, forward)
     try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.origin import Origin
-from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
+from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.experts.routing_file import save_routed_experts
 from fsdmoe.huggingface.replay import _is_compiled
@@ -21,7 +21,7 @@ from fsdmoe.huggingface.routing import routing_tape
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.testing import requires_peft, requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf
 
 pytestmark = requires_transformers
@@ -160,6 +160,39 @@ def test_a_layer_that_is_recomputed_follows_the_tape_of_its_own_forward(
     inside, behind = (run_ranks(replay_twice, 1, experts, backward)[0] for backward in ("inside", "behind"))
     for name, gradient in inside.items():
         torch.testing.assert_close(behind[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def with_adapters(experts: ExpertsConfig) -> tuple[list[Tensor], set[str]]:
+    """Logits as recorded, of routers that choose otherwise, and of their replay; and what was recorded."""
+    import peft
+
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=both)
+    model: Any = peft.get_peft_model(tiny_hf("qwen3_moe", output_router_logits=False), adapters)  # type: ignore[arg-type]
+    parallelize(model, build_meshes(), ParallelPolicy(experts=experts, precision=FLOAT32))
+    tokens, origin = batch(0, 0), Origin.of_rows(["request"], [LENGTH], LENGTH)
+    weights = [p for name, p in model.named_parameters() if name.endswith("gate.weight")]
+    tape = RoutingTape()
+    with torch.no_grad():
+        with routing_tape(model, tape, origin):
+            logits = [model(tokens).logits]
+        for weight in weights:
+            weight.neg_()
+        logits.append(model(tokens).logits)
+        with routing_tape(model, tape.replaying(), origin):
+            logits.append(model(tokens).logits)
+    columns = tape.replaying()._columns(origin.map(lambda column: column.flatten()))
+    return logits, set(columns)
+
+
+@requires_peft
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0)])
+def test_a_model_with_adapters_on_experts_follows_a_recording(capacity: CapacityConfig | None) -> None:
+    [(logits, columns)] = run_ranks(with_adapters, 1, ExpertsConfig(capacity=capacity))
+    recorded, own, replayed = logits
+    assert columns == {"ids", "weights"} | ({"kept"} if capacity else set())
+    assert not torch.allclose(replayed, own, rtol=1e-2)
+    assert not torch.allclose(replayed, recorded, rtol=1e-2), "weights are those of the router"
 
 
 @pytest.mark.full
