@@ -1,5 +1,6 @@
 """AdamW over flat shards against torch's on the plain model; the global norm against one process."""
 
+import functools
 import math
 from typing import Any
 
@@ -205,6 +206,32 @@ def zeroed_in_place() -> bool:
 
 def test_gradients_are_zeros_and_not_none_where_that_is_asked_for() -> None:
     assert all(run_ranks(zeroed_in_place, 2))
+
+
+def take_over(**switches: bool) -> bool:
+    """A step of torch's AdamW, whose state ours takes; whether the next one is the same."""
+    ours, theirs = sharded(Case()), sharded(Case())
+    optimizers = [torch.optim.AdamW(each.parameters(), **SETTINGS, **switches) for each in (ours, theirs)]
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        run_sharded(model, Case(), 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    taken = AdamW(ours.parameters(), lr=1.0)
+    taken.load_state_dict(optimizers[0].state_dict())
+    for model, next_one in ((ours, taken), (theirs, optimizers[1])):
+        run_sharded(model, Case(), 1)
+        next_one.step()
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return all(relative(a.full_tensor(), b.full_tensor()) < 1e-6 for a, b in pairs)  # type: ignore[attr-defined]
+
+
+def test_the_state_of_torchs_adamw_is_taken() -> None:
+    assert all(run_ranks(take_over, 2))
+
+
+def test_a_state_with_what_there_is_not_is_refused() -> None:
+    with pytest.raises(AssertionError, match="expected amsgrad = False, got True"):
+        run_ranks(functools.partial(take_over, amsgrad=True), 1)
 
 
 def schedule() -> list[float]:
