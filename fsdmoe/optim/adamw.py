@@ -318,7 +318,9 @@ class AdamW(torch.optim.Optimizer):
         shape. As in torch, parameters and groups are matched by their order, and the saved settings win."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
-        missing = [key for key in keys if key not in state_dict["state"]]
+        pairs = zip(keys, mine, strict=False)
+        held = [(key, self.state[p]) for key, p in pairs if p in self.state]  # what is frozen has no state
+        missing = [key for key, _ in held if key not in state_dict["state"]]
         if len(keys) != len(mine) or missing or len(state_dict["param_groups"]) != len(self.param_groups):
             raise ConfigError(
                 f"optim: expected the state of {len(mine)} parameters, in "
@@ -327,8 +329,8 @@ class AdamW(torch.optim.Optimizer):
             )
         for stored in state_dict["param_groups"]:
             _refuse_switches({name: stored[name] for name in _REFUSED if name in stored})
-        for key, parameter in zip(keys, mine, strict=True):
-            for name, tensor in self.state[parameter].items():
+        for key, moments in held:
+            for name, tensor in moments.items():
                 tensor.copy_(state_dict["state"][key][name])
         self.load_checkpoint_state({})
         for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.core.errors import ConfigError
-from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp import engine_of, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, OptimConfig, clip_grad_norm, grad_norm
 from fsdmoe.testing import run_ranks
@@ -227,6 +227,23 @@ def take_over(**switches: bool) -> bool:
 
 def test_the_state_of_torchs_adamw_is_taken() -> None:
     assert all(run_ranks(take_over, 2))
+
+
+def take_back() -> bool:
+    """The state of an optimizer that was given frozen parameters too, as one of an adapter's often is."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    fully_shard(model, build_meshes())
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    kept = optimizer.state_dict()
+    AdamW(model.parameters(), lr=1.0).load_state_dict(kept)
+    return len(kept["state"]) == len(list(model.parameters())) - 1
+
+
+def test_the_state_of_parameters_of_which_some_are_frozen_is_taken_back() -> None:
+    assert all(run_ranks(take_back, 2))
 
 
 def test_a_state_with_what_there_is_not_is_refused() -> None:
