@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fsdmoe.core.autograd import is_in_backward
 from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.origin import Origin
 from fsdmoe.experts.config import ExpertsConfig
@@ -111,8 +112,20 @@ class RoutingTape:
         if num_experts != (self.num_experts or num_experts):
             raise ConfigError(f"record: expected {self.num_experts} experts, got a layer of {num_experts}")
         self.num_experts = num_experts
-        origin = place.named(len(decision.ids_TK))
-        layers = self._pending.setdefault(place.micro_batch, (origin, {}))[1]
+        num_tokens = len(decision.ids_TK)
+        origin = place.named(num_tokens)
+        if len(origin.document) != num_tokens:
+            raise ConfigError(
+                f"record: expected {num_tokens} tokens in origin, as many as the call has, got "
+                f"{len(origin.document)}; name the tokens of each call, and record no generation"
+            )
+        known, layers = self._pending.setdefault(place.micro_batch, (origin, {}))
+        is_next_call = place.origin is None and place.layer in layers and not is_in_backward()
+        if is_next_call or not _same(known, origin):
+            raise ConfigError(
+                f"record: expected a micro_batch of its own for each call, got {place.micro_batch} for two; "
+                "pass micro_batch= with another number, or record on a new tape"
+            )
         layers[place.layer] = decision.map(lambda part: part.detach().to("cpu", copy=True))
 
     def decision(self, place: DecisionPlace, *, like: Tensor, num_experts: int) -> Decision:

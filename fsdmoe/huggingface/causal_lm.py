@@ -38,7 +38,7 @@ from fsdmoe.huggingface.probe import (
     find_mixing,
     has_values,
 )
-from fsdmoe.huggingface.replay import follow_routing
+from fsdmoe.huggingface.replay import follow_again, follow_routing
 from fsdmoe.huggingface.rotary import DocumentRotary
 from fsdmoe.huggingface.routing import policies_of
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
@@ -124,7 +124,9 @@ class WrappedCausalLM:
         if self._auxiliary.is_in(out):
             balance = balance + self._family_balance(out, pieces, token_mask_BS, counts.tokens)
         loss = cross_entropy + balance
-        if self._policies is not None and routing is not None:
+        if self._policies is None:
+            follow_again(loss, self._experts, routing)
+        elif routing is not None:
             self._policies.follow_backward(loss, routing)
         return LossOutput(
             loss,
@@ -136,9 +138,9 @@ class WrappedCausalLM:
     def _routing_by(self, routing: RoutingContext | None) -> contextlib.AbstractContextManager[None]:
         if self._policies is not None:
             return self._policies.following(routing)
-        tape = None if routing is None else routing.replay
-        follow_routing(self.module, self._experts, None if tape is None else routing)
-        return contextlib.nullcontext()
+        if routing is None or routing.replay is None:
+            return contextlib.nullcontext()
+        return follow_routing(self.module, self._experts, routing)
 
     def _balance(
         self, like: torch.Tensor, routing: RoutingContext | None

@@ -13,7 +13,8 @@ Legend: T tokens of this rank, E experts, K choices a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,22 +25,52 @@ from fsdmoe.core.errors import ConfigError
 from fsdmoe.core.rewrites import Rewrite, foreign_forward, rewrite, rewrites_of
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.replay import RoutingTape
+from fsdmoe.fsdp.outputs import tensors_of
+from fsdmoe.huggingface.lora import path_around
 from fsdmoe.huggingface.wrapped_experts import ParallelForward
 
 
+@contextlib.contextmanager
 def follow_routing(
-    model: nn.Module, experts: Mapping[str, ParallelForward], routing: RoutingContext | None
-) -> None:
-    """From now on, record or replay as the context says; None ends it. ``experts`` by name, in order."""
-    tape = None if routing is None else routing.replay
-    if tape is not None:
-        _check(model, experts, tape)
+    model: nn.Module, experts: Mapping[str, ParallelForward], routing: RoutingContext
+) -> Iterator[None]:
+    """In calls of the model inside, record or replay as the context says. ``experts`` by name, in order."""
+    tape = routing.replay
+    assert tape is not None
+    _check(model, experts, tape)
     for layer, (name, forward) in enumerate(experts.items()):
-        forward.routing = None if tape is None or routing is None else routing.at_layer(layer)
-        if tape is not None and tape.replays:
-            block = model.get_submodule(name.rpartition(".")[0])
+        forward.routing = routing.at_layer(layer)
+        forward.routing_again = None  # of a backward that raised
+        if tape.replays:
+            block = model.get_submodule(path_around(name).rpartition(".")[0])
             if not any(each.which is Rewrite.REPLAY for each in rewrites_of(block)):
                 rewrite(block, Rewrite.REPLAY, _replayed, forward)
+    try:
+        yield
+    finally:
+        for forward in experts.values():
+            forward.routing = None
+
+
+def follow_again(out: Any, experts: Mapping[str, ParallelForward], routing: RoutingContext | None) -> None:
+    """Let layers that are recomputed for the tensors of ``out`` follow ``routing``, as their forward did,
+    whatever is called before that backward."""
+    if routing is None or routing.replay is None:
+        return
+    again = [(forward, routing.at_layer(layer)) for layer, forward in enumerate(experts.values())]
+
+    def begin(_: Tensor) -> None:
+        for forward, own in again:
+            forward.routing_again = own
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def end() -> None:
+        for forward, _ in again:
+            forward.routing_again = None
+
+    for tensor in tensors_of(out):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(begin)
 
 
 def _check(model: nn.Module, experts: Mapping[str, ParallelForward], tape: RoutingTape) -> None:
@@ -72,7 +103,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _replayed(experts: ParallelForward, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A block that chooses as ``experts.routing`` says, whenever that has something to replay."""
-    routing = experts.routing
+    routing = experts.followed
     if routing is None or routing.replay is None or not routing.replay.replays:
         return forward(*args, **kwargs)
     with _RecordedTopK(routing, experts.spec.num_experts) as mode:

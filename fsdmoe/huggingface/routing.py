@@ -21,7 +21,6 @@ Legend: T tokens of this rank, D hidden width, E experts, K choices a token, L r
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -42,9 +41,10 @@ from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoEAux, total_balance
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.experts.router import RoutingRules
+from fsdmoe.fsdp.outputs import tensors_of
 from fsdmoe.huggingface.adapters import find_unknown_moe
-from fsdmoe.huggingface.lora import base_of, path_around
-from fsdmoe.huggingface.replay import follow_routing
+from fsdmoe.huggingface.lora import base_of, path_around, peel
+from fsdmoe.huggingface.replay import follow_again, follow_routing
 from fsdmoe.huggingface.router_forms import RouterForm, Trials, is_router_like, router_form
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.memory.calls import plain_calls
@@ -165,7 +165,7 @@ class RoutingPolicies:
     def follow_backward(self, loss: Tensor, context: RoutingContext) -> None:
         """Let layers that are recomputed for this loss route by the context of its forward again, even if
         another forward came between."""
-        if loss.requires_grad:
+        if loss.grad_fn is not None:
             loss.register_hook(lambda _: self._route_by(context))
 
     def _route_by(self, context: RoutingContext | None) -> None:
@@ -193,7 +193,10 @@ class RoutingPolicies:
         context = self._context_of(given)
         with self.following(context):
             out = forward(*args, **kwargs)
-        return self._with_balance(out, given, context)
+        out = self._with_balance(out, given, context)
+        for tensor in tensors_of(out):
+            self.follow_backward(tensor, context)
+        return out
 
     def _context_of(self, given: Mapping[str, Any]) -> RoutingContext:
         if self._is_split:  # by tp: only generation calls the model itself
@@ -241,7 +244,6 @@ class RoutingPolicies:
                 "set the coefficients to 0"
             )
         total = loss + self._share(given) * balance if self._config.balance.has_terms else loss
-        self.follow_backward(total, context)
         if isinstance(out, tuple):
             return (total, *out[1:])
         out["loss"] = total
@@ -380,7 +382,7 @@ def routing_tape(
 ) -> Iterator[None]:
     """Record or replay the routing of a wrapped model that is called in this block.
 
-    Where layers are recomputed, backward belongs into the block too. Weights are replayed (``enforce =
+    Layers that are recomputed in backward follow what their forward did. Weights are replayed (``enforce =
     "ids_and_weights"``) where ``ExpertsConfig.replay_weights`` is part of the policy.
 
     Args:
@@ -392,10 +394,18 @@ def routing_tape(
     """
     experts = {n: f for n, m in model.named_modules() if (f := parallel_forward_of(m)) is not None}
     flat = None if origin is None else origin.map(lambda column: column.flatten())
-    policies = policies_of(model)
-    follow = functools.partial(follow_routing, model, experts) if policies is None else policies.follow_tape
-    follow(RoutingContext(replay=tape, origin=flat, micro_batch=micro_batch))
+    policies = policies_of(peel(model))
+    routing = RoutingContext(replay=tape, origin=flat, micro_batch=micro_batch)
+    if policies is not None:
+        policies.follow_tape(routing)
+        try:
+            yield
+        finally:
+            policies.follow_tape(None)
+        return
+    hook = peel(model).register_forward_hook(lambda module, args, out: follow_again(out, experts, routing))
     try:
-        yield
+        with follow_routing(model, experts, routing):
+            yield
     finally:
-        follow(None)
+        hook.remove()

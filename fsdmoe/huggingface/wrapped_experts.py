@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from fsdmoe.core.autograd import is_in_backward
 from fsdmoe.core.capturing import compute_again
 from fsdmoe.core.errors import ConfigError, refuse
 from fsdmoe.core.placement import SplitMeshes
@@ -84,7 +85,9 @@ class ParallelForward(ExpertCompute):
         self.load_E: Tensor | None = None
         """Where ``counts_load``: rows of this rank's last forward by expert. Recompute finds the same."""
         self.routing: RoutingContext | None = None
-        """What to record or replay; see :mod:`fsdmoe.huggingface.replay`."""
+        """What to record or replay in a forward; see :mod:`fsdmoe.huggingface.replay`."""
+        self.routing_again: RoutingContext | None = None
+        """The same where a backward runs layers again: that of the forward which it belongs to."""
         self.enforced: Enforced | None = None
         """While the block around these experts replays: what its router was made to choose."""
 
@@ -105,8 +108,9 @@ class ParallelForward(ExpertCompute):
             weights.reshape(-1, weights.shape[-1]).float(),
             ids.reshape(-1, ids.shape[-1]),
         )
-        if self.routing is not None and self.routing.replay is not None:
-            self._follow(rows, self.routing, self.routing.replay)
+        routing = self.followed
+        if routing is not None and routing.replay is not None:
+            self._follow(rows, routing, routing.replay)
         if self.counts_load:
             ids_N = rows.ids_RK.detach().flatten()
             zeros_E = torch.zeros(self.num_choices, device=ids_N.device)
@@ -116,6 +120,12 @@ class ParallelForward(ExpertCompute):
     def _run(self, rows: Rows) -> Tensor:
         """``y_TD``: rows to their experts and back."""
         return self._routed.run(rows, self._begin)[0]
+
+    @property
+    def followed(self) -> RoutingContext | None:
+        """What to record or replay now."""
+        again = self.routing_again
+        return again if again is not None and is_in_backward() else self.routing
 
     @property
     def num_choices(self) -> int:

@@ -33,6 +33,8 @@ from fsdmoe.optim.update_ranges import GroupMoments, HostGuard, UpdateRange
 logger = logging.getLogger(__name__)
 
 _REFUSED = ("amsgrad", "maximize", "differentiable")
+_MEMBERS = "members"
+"""The names of a stored group's parameters."""
 _TAKEN = ("foreach", "capturable", "fused")
 """Switches of ``torch.optim.AdamW`` that change no number: steps are fused already."""
 
@@ -124,6 +126,10 @@ class AdamW(torch.optim.Optimizer):
         self._mixed: set[ParamGroup] = set()
         """Groups with parameters that another rule updates: a step does not write all of their weights in
         compute precision."""
+        self._name_of = {param.sharded: param.name for group in engine.groups for param in group.params}
+        mine = {parameter for group in self.param_groups for parameter in group["params"]}
+        self._steps_all = all(p in mine for p in self._name_of if p.requires_grad)
+        """No other optimizer has parameters of the model."""
         self._stream: StateStream | None = None
         """Through which moments in host memory are stepped; made by the first step."""
         self._guard = HostGuard()
@@ -255,8 +261,11 @@ class AdamW(torch.optim.Optimizer):
         return [moments.update_range([index]) for index in present]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients of the model."""
-        self._engine.zero_grad()
+        """Drop the gradients of its parameters, or zero them; those of other optimizers stay."""
+        if set_to_none and self._steps_all:
+            self._engine.zero_grad()
+        else:
+            super().zero_grad(set_to_none)
 
     # Checkpoints: state by parameter name, as sharded tensors that a load fills in place.
 
@@ -269,6 +278,7 @@ class AdamW(torch.optim.Optimizer):
         }
         groups = [
             {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
+            | {_MEMBERS: self._names(group)}
             for group in self.param_groups
         ]
         return {"state": state, "groups": groups}
@@ -277,28 +287,54 @@ class AdamW(torch.optim.Optimizer):
         """Tensors were filled in place; what remains are the settings of the groups."""
         counters = ((moments.group, moments.step) for moments in self._moments)
         self._uneven = {group for group, steps in counters if bool((steps != steps[0]).any())}
-        stored = {group["name"]: group for group in state.get("groups", [])}
-        for group in self.param_groups:
-            for key, value in stored.get(group["name"], {}).items():
-                if key != "params":
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        groups = state.get("groups", [])
+        for number, group in enumerate(self.param_groups):
+            self._set(group, self._stored_group(number, group, groups))
+
+    def _stored_group(
+        self, number: int, group: dict[str, Any], stored: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The stored group of the same name; where nobody gave it one, the group that held most of these
+        parameters."""
+        same: dict[str, Any] = next((each for each in stored if each["name"] == group["name"]), {})
+        if same and group["name"] != _unnamed(number):
+            return same
+        mine = set(self._names(group))
+        common = [len(mine.intersection(each.get(_MEMBERS, ()))) for each in (same, *stored)]
+        return (same, *stored)[common.index(max(common))]
+
+    def _names(self, group: dict[str, Any]) -> list[str]:
+        return [self._name_of[parameter] for parameter in group["params"]]
+
+    @staticmethod
+    def _set(group: dict[str, Any], stored: dict[str, Any]) -> None:
+        for key, value in stored.items():
+            if key not in ("params", "name", _MEMBERS):
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take another optimizer's ``state_dict()``: tensors of the same layout, or whole ones of the global
-        shape. As in torch, parameters are matched by their order, and the saved settings win."""
+        shape. As in torch, parameters and groups are matched by their order, and the saved settings win."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
-        missing = [key for key in keys if key not in state_dict["state"]]
-        if len(keys) != len(mine) or missing:
+        pairs = zip(keys, mine, strict=False)
+        held = [(key, self.state[p]) for key, p in pairs if p in self.state]  # what is frozen has no state
+        missing = [key for key, _ in held if key not in state_dict["state"]]
+        if len(keys) != len(mine) or missing or len(state_dict["param_groups"]) != len(self.param_groups):
             raise ConfigError(
-                f"optim: expected the state of {len(mine)} parameters, got {len(keys) - len(missing)}; load "
-                "what the same model's optimizer saved"
+                f"optim: expected the state of {len(mine)} parameters, in "
+                f"{len(self.param_groups)} groups, got {len(keys) - len(missing)} in "
+                f"{len(state_dict['param_groups'])}; load what the same model's optimizer saved"
             )
-        for key, parameter in zip(keys, mine, strict=True):
-            for name, tensor in self.state[parameter].items():
+        for stored in state_dict["param_groups"]:
+            _refuse_switches({name: stored[name] for name in _REFUSED if name in stored})
+        for key, moments in held:
+            for name, tensor in moments.items():
                 tensor.copy_(state_dict["state"][key][name])
-        self.load_checkpoint_state({"groups": state_dict["param_groups"]})
+        self.load_checkpoint_state({})
+        for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            self._set(group, stored)
 
 
 @dataclass(frozen=True)
@@ -343,6 +379,11 @@ def _refuse_model_arguments(groups: Sequence[GroupConfig], decays: DecayRule | N
         )
 
 
+def _unnamed(number: int) -> str:
+    """The name of a group that was given none."""
+    return f"group {number}"
+
+
 def _torch_groups(params: Iterable[Any]) -> list[NamedGroup]:
     """From parameters, or dicts of them, as torch takes them."""
     given = list(params)
@@ -352,5 +393,5 @@ def _torch_groups(params: Iterable[Any]) -> list[NamedGroup]:
         members = [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
         plain = [member[1] if isinstance(member, tuple) else member for member in members]  # with names
         settings = {key: value for key, value in each.items() if key not in ("params", "name")}
-        made.append(NamedGroup(each.get("name", f"group {number}"), settings, plain))  # type: ignore[arg-type]
+        made.append(NamedGroup(each.get("name", _unnamed(number)), settings, plain))  # type: ignore[arg-type]
     return made

@@ -169,6 +169,34 @@ def test_our_optimizer_resumes_with_what_it_was_built_with(tmp_path: Path) -> No
         assert is_same
 
 
+def exchange_groups(folder: str) -> list[dict[int, float]]:
+    """Learning rates by the number of a group's parameters: of the saved optimizer, of one with its groups in
+    another order, and of one group."""
+    meshes, rates = build_meshes(), []
+    policy = FSDPPolicy(precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"))
+    for number in range(3):
+        wrapped = fully_shard(model(), meshes, policy)
+        first, *others = wrapped.parameters()
+        groups: list[dict[str, Any]] = [{"params": [first], "lr": 1e-2}, {"params": others, "lr": 4e-2}]
+        if number:
+            groups = groups[::-1] if number == 1 else [{"params": [first, *others]}]
+            groups = [group | {"lr": 1.0} for group in groups]
+        optimizer = AdamW(groups)
+        if number:
+            checkpoint.load(f"{folder}/ckpt", wrapped, optimizer)
+        else:
+            checkpoint.save(f"{folder}/ckpt", wrapped, optimizer)
+        rates.append({len(group["params"]): group["lr"] for group in optimizer.param_groups})
+    return rates
+
+
+def test_groups_without_names_are_known_by_their_members(tmp_path: Path) -> None:
+    for saved, exchanged, together in run_ranks(exchange_groups, 2, str(tmp_path)):
+        assert exchanged == saved
+        assert len(saved) == 2
+        assert list(together.values()) == [4e-2], "that of most"
+
+
 def run_train(folder: str, load: str, optim: dict[str, Any]) -> tuple[list[tuple[Any, ...]], list[str]]:
     """Two steps of train.py's run with these settings; what its optimizer used, and what was logged."""
     lines: list[str] = []

@@ -157,6 +157,27 @@ def test_a_replay_of_another_shape_is_refused(
         router(torch.randn(tokens, D), context=RoutingContext(**({"replay": _tape()} | context)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("origin", "tokens", "message"),
+    [
+        (None, 4, "a micro_batch of its own for each call, got 0 for two"),
+        (None, 3, "a micro_batch of its own for each call, got 0 for two"),
+        (Origin(("b",), torch.zeros(4, dtype=torch.int64), torch.arange(4)), 4, "got 0 for two"),
+        (Origin(("a",), torch.zeros(4, dtype=torch.int64), torch.arange(4)), 1, "expected 1 tokens .* got 4"),
+    ],
+)
+def test_a_second_call_under_the_number_of_the_first_is_not_recorded(
+    origin: Origin | None, tokens: int, message: str
+) -> None:
+    """Its choices would have stood there for the tokens of the first."""
+    router, tape = Router(RouterSpec(num_experts=E, top_k=K), D), RoutingTape()
+    first = None if origin is None else Origin(("a",), origin.document, origin.offset)
+    router(torch.randn(4, D), context=RoutingContext(replay=tape, origin=first))
+    with pytest.raises(ConfigError, match=message):
+        router(torch.randn(tokens, D), context=RoutingContext(replay=tape, origin=origin))
+    router(torch.randn(4, D), context=RoutingContext(replay=tape, origin=origin, micro_batch=1))
+
+
 def test_padding_keeps_its_own_choice() -> None:
     router, x_TD = Router(RouterSpec(num_experts=E, top_k=K), D), torch.randn(4, D)
     origin = Origin(("a",), torch.tensor([0, 0, -1, -1]), torch.tensor([5, 6, 0, 0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,17 +13,20 @@ from torch import Tensor, nn
 
 from fsdmoe.core.errors import ConfigError
 from fsdmoe.data.origin import Origin
+from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.experts.routing_file import save_routed_experts
 from fsdmoe.huggingface.replay import _is_compiled
 from fsdmoe.huggingface.routing import routing_tape
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel.build import parallelize
-from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.parallel.build import ParallelPolicy, parallelize
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.testing import requires_peft, requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf
 
 pytestmark = requires_transformers
 K, LENGTH = 2, 8
+FLOAT32 = PrecisionConfig(param_dtype="float32")
 
 
 def other_experts(num_experts: int, num_layers: int, rank: int) -> Tensor:
@@ -118,6 +121,78 @@ def test_a_replay_equals_plain_transformers_with_those_experts(family: str, tmp_
         assert not torch.equal(got[rank][2], ids[rank]), "left alone, the router chooses otherwise"
     for name, gradient in wanted.items():
         torch.testing.assert_close(got[0][1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def squares(model: Any, tokens: Tensor) -> Tensor:
+    return cast(Tensor, model(tokens, use_cache=False).logits.square().mean())
+
+
+def replay_twice(experts: ExpertsConfig | None, backward: str) -> dict[str, Tensor]:
+    """Gradients of two calls that follow two recordings."""
+    policy = None if experts is None else ParallelPolicy(experts=experts, precision=FLOAT32)
+    model: Any = parallelize(tiny_hf("qwen3_moe", output_router_logits=False), build_meshes(), policy)
+    model.gradient_checkpointing_enable()
+    calls = [(batch(step, 0), Origin.of_rows([f"request-{step}"], [LENGTH], LENGTH)) for step in range(2)]
+    free = RoutingTape()
+    with torch.no_grad():
+        for number, (tokens, origin) in enumerate(calls):
+            with routing_tape(model, free, origin, micro_batch=number):
+                model(tokens)
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.copy_(-parameter)  # left alone, routers now choose otherwise
+    tape, losses = free.replaying(), []
+    for tokens, origin in calls:
+        with routing_tape(model, tape, origin):
+            losses.append(squares(model, tokens))
+            if backward == "inside":
+                losses.pop().backward()
+    if losses:
+        (losses[0] + losses[1]).backward()
+    squares(model, calls[0][0])  # follows nothing any more
+    return {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("experts", [None, ExpertsConfig(balance=BalanceConfig(bias_rate=1e-3))])
+def test_a_layer_that_is_recomputed_follows_the_tape_of_its_own_forward(
+    experts: ExpertsConfig | None,
+) -> None:
+    inside, behind = (run_ranks(replay_twice, 1, experts, backward)[0] for backward in ("inside", "behind"))
+    for name, gradient in inside.items():
+        torch.testing.assert_close(behind[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def with_adapters(experts: ExpertsConfig) -> tuple[list[Tensor], set[str]]:
+    """Logits as recorded, of routers that choose otherwise, and of their replay; and what was recorded."""
+    import peft
+
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=both)
+    model: Any = peft.get_peft_model(tiny_hf("qwen3_moe", output_router_logits=False), adapters)  # type: ignore[arg-type]
+    parallelize(model, build_meshes(), ParallelPolicy(experts=experts, precision=FLOAT32))
+    tokens, origin = batch(0, 0), Origin.of_rows(["request"], [LENGTH], LENGTH)
+    weights = [p for name, p in model.named_parameters() if name.endswith("gate.weight")]
+    tape = RoutingTape()
+    with torch.no_grad():
+        with routing_tape(model, tape, origin):
+            logits = [model(tokens).logits]
+        for weight in weights:
+            weight.neg_()
+        logits.append(model(tokens).logits)
+        with routing_tape(model, tape.replaying(), origin):
+            logits.append(model(tokens).logits)
+    columns = tape.replaying()._columns(origin.map(lambda column: column.flatten()))
+    return logits, set(columns)
+
+
+@requires_peft
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0)])
+def test_a_model_with_adapters_on_experts_follows_a_recording(capacity: CapacityConfig | None) -> None:
+    [(logits, columns)] = run_ranks(with_adapters, 1, ExpertsConfig(capacity=capacity))
+    recorded, own, replayed = logits
+    assert columns == {"ids", "weights"} | ({"kept"} if capacity else set())
+    assert not torch.allclose(replayed, own, rtol=1e-2)
+    assert not torch.allclose(replayed, recorded, rtol=1e-2), "weights are those of the router"
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """AdamW over flat shards against torch's on the plain model; the global norm against one process."""
 
+import functools
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.core.errors import ConfigError
-from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp import engine_of, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, OptimConfig, clip_grad_norm, grad_norm
 from fsdmoe.testing import run_ranks
@@ -170,6 +171,84 @@ def skip_and_resume() -> dict[str, bool]:
 def test_a_non_finite_gradient_skips_the_step_and_state_can_be_put_back() -> None:
     for found in run_ranks(skip_and_resume, 2):
         assert all(found.values()), found
+
+
+def with_two_optimizers(make: type[torch.optim.Optimizer], model: nn.Module, run: Any) -> None:
+    vectors = make([p for p in model.parameters() if p.dim() < 2], lr=3e-3)  # type: ignore[call-arg]
+    matrices = make([p for p in model.parameters() if p.dim() >= 2], lr=1e-3)  # type: ignore[call-arg]
+    for step in range(3):
+        run(model, Case(), step)
+        for optimizer in (vectors, matrices):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def two_optimizers() -> float:
+    model, plain = sharded(Case()), reference()
+    with_two_optimizers(AdamW, model, run_sharded)
+    with_two_optimizers(torch.optim.AdamW, plain, run_plain)
+    targets = dict(plain.named_parameters())
+    return max(relative(p.full_tensor(), targets[n].detach()) for n, p in model.named_parameters())  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_leaves_the_gradients_of_another_alone() -> None:
+    for worst in run_ranks(two_optimizers, 2):
+        assert worst < 1e-5
+
+
+def zeroed_in_place() -> bool:
+    model = sharded(Case())
+    optimizer = AdamW(model, **SETTINGS)
+    run_sharded(model, Case(), 0)
+    optimizer.zero_grad(set_to_none=False)
+    return all(p.grad is not None and not p.grad.piece.any() for p in model.parameters())
+
+
+def test_gradients_are_zeros_and_not_none_where_that_is_asked_for() -> None:
+    assert all(run_ranks(zeroed_in_place, 2))
+
+
+def take_over(**switches: bool) -> bool:
+    """A step of torch's AdamW, whose state ours takes; whether the next one is the same."""
+    ours, theirs = sharded(Case()), sharded(Case())
+    optimizers = [torch.optim.AdamW(each.parameters(), **SETTINGS, **switches) for each in (ours, theirs)]
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        run_sharded(model, Case(), 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    taken = AdamW(ours.parameters(), lr=1.0)
+    taken.load_state_dict(optimizers[0].state_dict())
+    for model, next_one in ((ours, taken), (theirs, optimizers[1])):
+        run_sharded(model, Case(), 1)
+        next_one.step()
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return all(relative(a.full_tensor(), b.full_tensor()) < 1e-6 for a, b in pairs)  # type: ignore[attr-defined]
+
+
+def test_the_state_of_torchs_adamw_is_taken() -> None:
+    assert all(run_ranks(take_over, 2))
+
+
+def take_back() -> bool:
+    """The state of an optimizer that was given frozen parameters too, as one of an adapter's often is."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    fully_shard(model, build_meshes())
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    kept = optimizer.state_dict()
+    AdamW(model.parameters(), lr=1.0).load_state_dict(kept)
+    return len(kept["state"]) == len(list(model.parameters())) - 1
+
+
+def test_the_state_of_parameters_of_which_some_are_frozen_is_taken_back() -> None:
+    assert all(run_ranks(take_back, 2))
+
+
+def test_a_state_with_what_there_is_not_is_refused() -> None:
+    with pytest.raises(AssertionError, match="expected amsgrad = False, got True"):
+        run_ranks(functools.partial(take_over, amsgrad=True), 1)
 
 
 def schedule() -> list[float]:

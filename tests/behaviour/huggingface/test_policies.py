@@ -268,24 +268,27 @@ def test_the_loss_of_a_model_that_is_called_itself_has_the_terms_of_the_native_o
     assert run_ranks(own_loop, 2, family) == [{}] * 2
 
 
-def two_forwards(recompute: bool) -> dict[str, Tensor]:
+def two_forwards(recompute: bool, has_labels: bool) -> dict[str, Tensor]:
     memory = MemoryConfig(recompute=("layer",) if recompute else ())
-    policy = ParallelPolicy(experts=MIXED, precision=FLOAT32, memory=memory)
+    experts = MIXED if has_labels else ExpertsConfig(capacity=CapacityConfig(factor=0.5))
+    policy = ParallelPolicy(experts=experts, precision=FLOAT32, memory=memory)
     model = parallelize(hf_model(tiny("qwen3_moe")), build_meshes(), policy)
     masks = torch.ones(2, 2, LENGTH, dtype=torch.int64)
     masks[0, :, 4:] = 0
     rows = [rows_of(step, 0).tokens_BS for step in range(2)]
-    losses = [
-        model(input_ids=each, attention_mask=mask, labels=each).loss
+    outputs = [
+        model(input_ids=each, attention_mask=mask, labels=each if has_labels else None)
         for each, mask in zip(rows, masks, strict=True)
     ]
+    losses = [out.loss if has_labels else out.logits.square().mean() for out in outputs]
     (losses[0] + losses[1]).backward()
     return {n: p.grad.full_tensor().clone() for n, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
 
 
-def test_a_layer_that_is_recomputed_routes_by_the_rows_of_its_own_forward() -> None:
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_a_layer_that_is_recomputed_routes_by_the_rows_of_its_own_forward(has_labels: bool) -> None:
     """The padding of the first call is not that of the second."""
-    kept, again = (run_ranks(two_forwards, 1, recompute)[0] for recompute in (False, True))
+    kept, again = (run_ranks(two_forwards, 1, recompute, has_labels)[0] for recompute in (False, True))
     for name, gradient in kept.items():
         torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
