@@ -229,8 +229,6 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     norms = (
         "_rms_norm_kernel",
         "_rms_norm_backward_kernel",
-        "_gated_norm_kernel",
-        "_gated_norm_backward_kernel",
         "_norm_rope_kernel",
         "_norm_rope_backward_kernel",
     )
