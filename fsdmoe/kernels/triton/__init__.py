@@ -15,7 +15,7 @@ from fsdmoe.kernels.triton.four_bit_kernels import decode_four_bit
 from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
 from fsdmoe.kernels.triton.fp8_rows import decode_rows
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
-from fsdmoe.kernels.triton.low_rank_mlp import LowRankProducts, experts_mlp_low_rank, supports_updates
+from fsdmoe.kernels.triton.low_rank_terms import supports_updates
 from fsdmoe.kernels.triton.muon_kernels import apply_update_triton, look_ahead_triton
 from fsdmoe.kernels.triton.norm_rope_kernels import norm_rope_triton, supports_norm_rope
 from fsdmoe.kernels.triton.packed_rows_kernels import (
@@ -46,7 +46,6 @@ from fsdmoe.kernels.triton.send_order_kernel import order_rows_triton
 from fsdmoe.kernels.triton.swiglu_mlp import (
     FusedProducts,
     experts_mlp_triton,
-    products_of,
     supports,
     supports_shape,
 )

@@ -7,9 +7,9 @@
 w is the weight, or an offset and the weight: added in fp32, where 1 + w loses none of w's bits. a(g) is one
 without a gate, else g · σ(g) or σ(g).
 
-Arithmetic is fp32. A row stays in registers, so backward recomputes r from x, and nothing but x and the gate
-is kept. Each of a few programs walks rows and sums its share of d w in registers; the shares are then added up
-in a fixed order: results do not change from run to run. Legend: R rows, D columns, P programs.
+Arithmetic is fp32. A row stays in registers, so backward recomputes r from x, and nothing but x and the
+gate is kept. Each of a few programs walks rows and sums its share of d w in registers; the shares are then
+added up in a fixed order: results do not change from run to run. Legend: R rows, D columns, P programs.
 """
 
 from __future__ import annotations
@@ -194,5 +194,5 @@ def rms_norm_triton(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset:
 def gated_norm_triton(
     x: torch.Tensor, gate: torch.Tensor, weight_D: torch.Tensor, eps: float, *, silu: bool
 ) -> torch.Tensor:
-    """The same times the opened gate, which has the shape and the dtype of ``x``; differentiable in it too."""
+    """The same times the opened gate, of the shape and the dtype of ``x``; differentiable in it too."""
     return _RMSNorm.apply(x, gate, weight_D.contiguous(), eps, 0.0, _SILU if silu else _SIGMOID)
