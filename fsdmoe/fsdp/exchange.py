@@ -133,44 +133,30 @@ class FlatGrad:
     ) -> list[Stage]:
         if full is main:  # backward wrote it there already
             return self._finish(main) if finish else []
-        if main.device == full.device:
-            stages = self._add_on_device(main, full, factor)
-            return stages + (self._finish(main) if finish else [])
-        stages, work = self._add_off_device(main, full, factor)
-        return [*stages, *(self._finish(work) if finish else []), _copy(main, work)]
+        work = main
+        before: list[Stage] = []
+        after: list[Stage] = []
+        if main.device != full.device:
+            work = self._slice("work", main.dtype)
+            before = [] if factor is None else [_copy(work, main)]
+            after = [_copy(main, work)]
+        ends = self._finish(work) if finish else []
+        return [*before, *self._add_on_device(work, full, factor), *ends, *after]
 
-    def _add_on_device(self, main: torch.Tensor, full: torch.Tensor, factor: float | None) -> list[Stage]:
+    def _add_on_device(self, work: torch.Tensor, full: torch.Tensor, factor: float | None) -> list[Stage]:
         group = self._shard_group
-        if factor is None and full.dtype == main.dtype and group is not None:
-            return self._sum_over_shards(main, full, group)
+        if factor is None and full.dtype == work.dtype and group is not None:
+            return self._sum_over_shards(work, full, group)
         total = full
         stages: list[Stage] = []
         if group is not None:
             total = self._slice("sum", full.dtype)
             stages += self._sum_over_shards(total, full, group)
         if factor is None:
-            return [*stages, _copy(main, total)]
+            return [*stages, _copy(work, total)]
         if factor != 1:
-            stages.append(local(partial(main.mul_, factor)))
-        return [*stages, local(partial(main.add_, total))]
-
-    def _add_off_device(
-        self, main: torch.Tensor, full: torch.Tensor, factor: float | None
-    ) -> tuple[list[Stage], torch.Tensor]:
-        group = self._shard_group
-        work = self._slice("work", main.dtype)
-        stages: list[Stage] = []
-        if group is None:
-            stages.append(_copy(work, full))
-        elif full.dtype == work.dtype:
-            stages += self._sum_over_shards(work, full, group)
-        else:
-            total = self._slice("sum", full.dtype)
-            stages += [*self._sum_over_shards(total, full, group), _copy(work, total)]
-        if factor is not None:
-            before = self._slice("before", main.dtype)
-            stages += [_copy(before, main), local(partial(work.add_, before, alpha=factor))]
-        return stages, work
+            stages.append(local(partial(work.mul_, factor)))
+        return [*stages, local(partial(work.add_, total))]
 
     def _sum_over_shards(
         self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from fsdmoe.core.capturing import compute_again
-from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.cloned_products import ClonedProducts, ClonesHere
-from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts
+from fsdmoe.kernels.expert_autograd import compute_experts
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized_cloned
-from fsdmoe.kernels.expert_mlp import add_weighted_bias, fp8_kernels_for, refuse_unless_emulated
-from fsdmoe.kernels.expert_mlp_grouped import GroupedProducts
+from fsdmoe.kernels.expert_mlp import compute_by, fp8_kernels_for, fused_for, refuse_unless_emulated
 from fsdmoe.kernels.expert_operands import NO_UPDATES, ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 
 
@@ -44,7 +42,9 @@ def experts_mlp_cloned(
     here = [joined.gate_up_E2ND, joined.down_EDN]
     rows = Rows(*(each.contiguous() for each in rows))
     if policy.recipe is None:
-        return _without_recipe(clones, here, rows, own, policy, max_rows)
+        fused = fused_for(rows, policy, lambda fused: fused.supports(rows.x_RD, *here, policy.activation))
+        around = functools.partial(ClonedProducts, clones=clones, forward=here)
+        return compute_by(fused, rows, own, policy, max_rows, around=around)
     fused = fp8_kernels_for(rows, joined, policy)
     if fused is None:
         refuse_unless_emulated(rows, joined, policy)
@@ -57,26 +57,6 @@ def experts_mlp_cloned(
         y_RD = compute(rows, own, policy, max_rows)
     here.clear()
     return y_RD
-
-
-def _without_recipe(
-    clones: ClonesHere,
-    here: list[Tensor],
-    rows: Rows,
-    own: ExpertWeights,
-    policy: ExpertPolicy,
-    max_rows: int | None,
-) -> Tensor:
-    fused = None if policy.weight_after else triton_for(rows.x_RD)
-    products: ExpertProducts = GroupedProducts(policy, max_rows)
-    added_bias = None
-    if fused is not None and fused.supports(rows.x_RD, *here, policy.activation):
-        products = fused.products_of(policy, max_rows)
-        added_bias = own.down_bias
-        own = own._replace(down_bias=None)
-    products = ClonedProducts(products, clones, here)
-    y_RD = compute_experts(products, rows, own, late=policy.late, keeps_x=not policy.keeps_rows)
-    return y_RD if added_bias is None else add_weighted_bias(y_RD, rows, added_bias)
 
 
 def _in_fp8(

@@ -12,8 +12,6 @@
 ``GroupedProducts`` (``expert_mlp_grouped.py``)  grouped products of plain torch, any device and dtype
 ``LowRank`` (``low_rank.py``)                    one weight of those products with its update
 ``FusedProducts`` (``triton/swiglu_mlp.py``)     Triton in bf16: activations fused, gradients in place
-``SortedProducts`` (there)                       the same; sorted rows and activations stay for backward
-``LowRankProducts`` (``triton/low_rank_mlp.py``) the same with updates of weights
 ``RoundedProducts`` (``triton/rounded_mlp.py``)  Triton, operands rounded as a recipe has them
 ``BlockwiseProducts`` (``gluon/fp8_mlp.py``)     Gluon in fp8, on Hopper
 ``LowRankBlockwise`` (``gluon/fp8_low_rank.py``) the same with updates of frozen weights

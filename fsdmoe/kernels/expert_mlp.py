@@ -16,7 +16,7 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 ``experts_mlp_quantized``  products quantised by any recipe, emulated (``expert_emulated.py``)
 ``experts_mlp_by_library`` grouped products of torchao or Transformer Engine (``precision.backend``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes
-``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
+``GroupedProducts``        grouped matrix products of plain torch, any device and dtype (its own file)
 ``DecodedProducts``        either of these two, over values of frozen weights that are kept as codes
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
@@ -45,7 +45,7 @@ from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_autograd import ExpertProducts, compute_experts
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
-from fsdmoe.kernels.expert_mlp_grouped import GroupedProducts, experts_mlp_grouped
+from fsdmoe.kernels.expert_mlp_grouped import GroupedProducts
 from fsdmoe.kernels.expert_operands import (
     DEFAULT_POLICY,
     NO_UPDATES,
@@ -100,22 +100,12 @@ def _experts_mlp_fused(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None, updates: LowRankUpdates
 ) -> Tensor:
     """One kernel a projection where there is one for these experts, else grouped products."""
-    gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
-    has_updates = updates.gate_up_a is not None or updates.down_a is not None
-    fused = None if policy.weight_after else triton_for(rows.x_RD)
-    if (
-        fused is not None
-        and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation)
-        and (not has_updates or fused.supports_updates(updates))
-    ):
-        if has_updates:
-            y_RD = fused.experts_mlp_low_rank(rows, weights, policy, max_rows, updates)
-        else:
-            y_RD = fused.experts_mlp_triton(
-                *rows, gate_up_E2ND, down_EDN, policy=policy, max_rows=max_rows, gate_up_bias=gate_up_bias
-            )
-        return y_RD if down_bias is None else add_weighted_bias(y_RD, rows, down_bias)
-    return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
+
+    def takes(fused: Any) -> bool:
+        return fused.supports(rows.x_RD, weights.gate_up_E2ND, weights.down_EDN, policy.activation)
+
+    fused = fused_for(rows, policy, takes, updates)
+    return compute_by(fused, rows, weights, policy, max_rows, updates)
 
 
 def _experts_mlp_coded(
@@ -124,26 +114,57 @@ def _experts_mlp_coded(
     """``_experts_mlp_fused`` over weights that are kept as codes: the same products, of decoded values."""
     gate_up_scales = scales_of(weights.gate_up_E2ND)
     down_scales = scales_of(weights.down_EDN)
-    has_updates = updates.gate_up_a is not None or updates.down_a is not None
     shape = weights.down_EDN.shape if down_scales is None else down_scales.shape_of(weights.down_EDN)
+
+    def takes(fused: Any) -> bool:
+        return fused.supports_shape(rows.x_RD, shape, policy.activation)
+
+    def decoded(products: ExpertProducts) -> ExpertProducts:
+        return DecodedProducts(products, gate_up_scales, down_scales)
+
+    fused = fused_for(rows, policy, takes, updates)
+    return compute_by(fused, rows, weights, policy, max_rows, updates, around=decoded)
+
+
+def fused_for(
+    rows: Rows, policy: ExpertPolicy, takes: Callable[[Any], bool], updates: LowRankUpdates = NO_UPDATES
+) -> Any:
+    """The package :mod:`fsdmoe.kernels.triton` where its kernels take these experts, as ``takes`` asks it;
+    else None."""
     fused = None if policy.weight_after else triton_for(rows.x_RD)
+    if fused is None or not takes(fused):
+        return None
+    has_updates = updates.gate_up_a is not None or updates.down_a is not None
+    return fused if not has_updates or fused.supports_updates(updates) else None
+
+
+def compute_by(
+    fused: Any,
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy,
+    max_rows: int | None,
+    updates: LowRankUpdates = NO_UPDATES,
+    *,
+    around: Callable[[ExpertProducts], ExpertProducts] = lambda products: products,
+) -> Tensor:
+    """Experts in the precision of their weights, by ``fused`` or by grouped products; ``around`` puts others
+    around them."""
     products: ExpertProducts = GroupedProducts(policy, max_rows)
-    added_bias = None
-    if (
-        fused is not None
-        and fused.supports_shape(rows.x_RD, shape, policy.activation)
-        and (not has_updates or fused.supports_updates(updates))
-    ):
-        kind = fused.LowRankProducts if has_updates else fused.FusedProducts
-        products = kind.of(policy, max_rows)
-        added_bias = weights.down_bias
-        weights = weights._replace(down_bias=None)
-    rows = Rows(*(each.contiguous() for each in rows))
-    y_RD = compute_experts(DecodedProducts(products, gate_up_scales, down_scales), rows, weights, updates)
-    return y_RD if added_bias is None else add_weighted_bias(y_RD, rows, added_bias)
+    down_bias = None
+    if fused is not None:
+        products = fused.FusedProducts.of(policy, max_rows)
+        down_bias = weights.down_bias
+        gate_up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias.contiguous()
+        weights = weights._replace(gate_up_bias=gate_up_bias, down_bias=None)
+        rows = Rows(*(each.contiguous() for each in rows))
+    late = policy.late if updates.gate_up_a is None and updates.down_a is None else None
+    keeps_x = not policy.keeps_rows
+    y_RD = compute_experts(around(products), rows, weights, updates, late, keeps_x=keeps_x)
+    return y_RD if down_bias is None else _add_weighted_bias(y_RD, rows, down_bias)
 
 
-def add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:
+def _add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:
     """``y_r + Σ_k p b2_e``: one product of every row's weights, spread over the experts, with all biases."""
     is_here_RK = rows.ids_RK >= 0
     spread_RE = rows.weights_RK.new_zeros(len(rows.ids_RK), len(bias_ED)).scatter_add(

@@ -17,15 +17,8 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels.activations import activate, activate_backward
-from fsdmoe.kernels.expert_autograd import Given, Grads, PreActivation, SortedRows, compute_experts
-from fsdmoe.kernels.expert_operands import (
-    DEFAULT_POLICY,
-    NO_UPDATES,
-    ExpertPolicy,
-    ExpertWeights,
-    LowRankUpdates,
-    Rows,
-)
+from fsdmoe.kernels.expert_autograd import Given, Grads, PreActivation, SortedRows
+from fsdmoe.kernels.expert_operands import ExpertPolicy
 from fsdmoe.kernels.grouped import Projection, grouped_matmul
 from fsdmoe.kernels.low_rank import LowRank
 from fsdmoe.kernels.permute import (
@@ -36,20 +29,6 @@ from fsdmoe.kernels.permute import (
     take_assignments,
     take_rows,
 )
-
-
-def experts_mlp_grouped(
-    rows: Rows,
-    weights: ExpertWeights,
-    policy: ExpertPolicy = DEFAULT_POLICY,
-    max_rows: int | None = None,
-    updates: LowRankUpdates = NO_UPDATES,
-) -> Tensor:
-    """``experts_mlp`` in plain torch."""
-    products = GroupedProducts(policy, max_rows)
-    late = policy.late if updates.gate_up_a is None and updates.down_a is None else None
-    return compute_experts(products, rows, weights, updates, late, keeps_x=not policy.keeps_rows)
-
 
 Kept = tuple[PreActivation, RowPermutation, SortedRows]
 

@@ -39,7 +39,7 @@ from fsdmoe.kernels.fp8_operands import (
     takes_shape,
 )
 from fsdmoe.kernels.fp8_quantize import decode, quantize_both, transpose_codes
-from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.grad_sink import sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
 from fsdmoe.precision.formats import Recipe, Scaling
 from fsdmoe.precision.operand_state import Watch
@@ -135,25 +135,6 @@ class KeptInput(NamedTuple):
             watch.collect("input", self.rows(shape, dtype).t(), scaling)
         assert both.transposed is not None
         return both.transposed
-
-
-def deliver_product(
-    transposed: Operand, x_KT: Operand, sink: GradSink | None, weight_NK: Tensor
-) -> Tensor | None:
-    """The weight's gradient: into the sink's buffer, as the accumulator has it, or for autograd."""
-    num_outputs = len(weight_NK)
-    if sink is None:
-        return scaled_matmul(transposed, x_KT, weight_NK.dtype)[:num_outputs]
-    claimed = sink.claim()
-    if claimed is not None:
-        buffer_NK, accumulate = claimed
-        is_padded = len(transposed.codes_RC) > num_outputs
-        if accumulate or is_padded or not buffer_NK.is_contiguous():
-            gradient = scaled_matmul(transposed, x_KT, torch.float32)[:num_outputs]
-            buffer_NK.add_(gradient) if accumulate else buffer_NK.copy_(gradient)
-        else:
-            scaled_matmul(transposed, x_KT, buffer_NK.dtype, out_MN=buffer_NK)
-    return None
 
 
 def _second(product: Any) -> Scaling:

@@ -24,7 +24,6 @@ from fsdmoe.kernels.fp8_linear import (
     KeptCodes,
     KeptInput,
     codes_of,
-    deliver_product,
     forward_product,
     input_gradient,
     quantize_gradient,
@@ -116,7 +115,7 @@ class _Fp8Linears(torch.autograd.Function):
                 grad_x = part if grad_x is None else grad_x.add_(part)
             if both.transposed is not None:
                 x_KT = x_KT or x.transposed(recipe, shape, dtype, ctx.watches[0])
-                grad_weights[i] = deliver_product(both.transposed, x_KT, ctx.sinks[i], weight)
+                (grad_weights[i],) = _deliver_all(both.transposed, x_KT, ctx.sinks[i : i + 1], (weight,))
         return grad_x, None, None, None, None, *grad_weights
 
 
@@ -153,17 +152,19 @@ def _deliver_all(
     sinks: Sequence[GradSink | None],
     weights_NK: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """One product, into the sinks' buffers where they lie next to each other."""
+    """One product, into the sinks' buffers where they lie next to each other, else as the accumulator has
+    it."""
     sizes = [len(weight) for weight in weights_NK]
     if any(sink is None for sink in sinks):
         dtype = weights_NK[0].dtype
-        return list(scaled_matmul(columns, x_KT, dtype).split(sizes))
+        return list(scaled_matmul(columns, x_KT, dtype)[: sum(sizes)].split(sizes))
     claimed = [sink.claim() for sink in sinks if sink is not None]
     joint = _joint_buffer([each[0] for each in claimed if each is not None and not each[1]], len(sinks))
-    if joint is not None:
+    is_padded = len(columns.codes_RC) > sum(sizes)
+    if joint is not None and not is_padded:
         scaled_matmul(columns, x_KT, joint.dtype, out_MN=joint)
     elif any(each is not None for each in claimed):
-        gradient = scaled_matmul(columns, x_KT, torch.float32)
+        gradient = scaled_matmul(columns, x_KT, torch.float32)[: sum(sizes)]
         for each, part in zip(claimed, gradient.split(sizes), strict=True):
             if each is not None:
                 buffer_NK, accumulate = each

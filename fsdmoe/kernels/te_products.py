@@ -69,10 +69,11 @@ def te_products(recipe: str, on: Architecture | None) -> Products:
     calls = _TeCalls(_library(), recipe)
 
     def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-        return _TeLinear.apply(x_TK, weight_NK, calls, torch.is_grad_enabled())
+        return _TeProduct.apply(x_TK, weight_NK, _TeLinear(calls), torch.is_grad_enabled())
 
     def grouped(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-        return _TeGrouped.apply(x_MK, weight_ENK, ends_E, calls, torch.is_grad_enabled())
+        groups = _TeGroups.of(calls, ends_E.tolist())
+        return _TeProduct.apply(x_MK, weight_ENK, groups, torch.is_grad_enabled())
 
     align = _ALIGN.get(recipe, 16)
     width = _WIDTH.get(recipe, 16)
@@ -110,60 +111,21 @@ class _TeCalls:
     """Transformer Engine's calls by one recipe. They know no shapes and hold no tensors."""
 
     def __init__(self, library: _TeModules, recipe: str) -> None:
+        self.gemm = library.gemm
         self._library = library
         operands: tuple[Operand, ...] = ("input", "weight", "grad")
-        self._quantizers = {
+        self.quantizers = {
             (operand, transposed): _quantizer(library.pytorch, recipe, operand, transposed)
             for operand in operands
             for transposed in (False, True)
         }
         # As its recipes have it: sums of fewer bits in forward, by one scale an operand.
-        self._splits_sums = recipe != "fp8_tensorwise"
-
-    def codes(self, x: Tensor, operand: Operand, *, transposed: bool) -> Any:
-        """Of a matrix: for products that contract its rows' elements, and if ``transposed`` its columns'."""
-        return self._quantizers[operand, transposed](x)
+        self.splits_sums = recipe != "fp8_tensorwise"
 
     def group_codes(self, x: Tensor, sizes: list[int], operand: Operand, *, transposed: bool) -> list[Any]:
         """Of each group of rows by itself."""
-        quantizers = [self._quantizers[operand, transposed]] * len(sizes)
+        quantizers = [self.quantizers[operand, transposed]] * len(sizes)
         return self._library.extension.split_quantize(x, sizes, quantizers)
-
-    def forward(self, x: Any, weight: Any, dtype: torch.dtype) -> Tensor:
-        return self._library.gemm.general_gemm(
-            weight, x, dtype, layout="TN", use_split_accumulator=self._splits_sums
-        )[0]
-
-    def dgrad(self, dy: Any, weight: Any, dtype: torch.dtype) -> Tensor:
-        return self._library.gemm.general_gemm(
-            weight, dy, dtype, layout="NN", grad=True, use_split_accumulator=True
-        )[0]
-
-    def wgrad(self, dy: Any, x: Any, out: Tensor, accumulate: bool) -> None:
-        self._library.gemm.general_gemm(
-            x, dy, out.dtype, layout="NT", grad=True, use_split_accumulator=True, out=out,
-            accumulate=accumulate,
-        )  # fmt: skip
-
-    def group_forward(self, x: list[Any], weight: list[Any], out_MN: Tensor, sizes: list[int]) -> None:
-        self._library.gemm.general_grouped_gemm(
-            weight, x, [out_MN], [None] * len(x), out_MN.dtype, layout="TN", m_splits=sizes,
-            single_output=True, use_split_accumulator=self._splits_sums,
-        )  # fmt: skip
-
-    def group_dgrad(self, dy: list[Any], weight: list[Any], out_MK: Tensor, sizes: list[int]) -> None:
-        self._library.gemm.general_grouped_gemm(
-            weight, dy, [out_MK], [None] * len(dy), out_MK.dtype, layout="NN", m_splits=sizes,
-            single_output=True, grad=True, use_split_accumulator=True,
-        )  # fmt: skip
-
-    def group_wgrad(
-        self, dy: list[Any], x: list[Any], out: list[Tensor], sizes: list[int], accumulate: bool
-    ) -> None:
-        self._library.gemm.general_grouped_gemm(
-            x, dy, out, [None] * len(x), out[0].dtype, layout="NT", m_splits=sizes, grad=True,
-            accumulate=accumulate, use_split_accumulator=True,
-        )  # fmt: skip
 
     def saved(self, codes: list[Any]) -> list[Tensor | None]:
         """The tensors of codes of which the transposed half alone is needed, taken out of them."""
@@ -203,94 +165,114 @@ def _quantizer(te: Any, recipe: str, operand: Operand, transposed: bool) -> Any:
     return quantizer
 
 
-class _TeLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, calls: _TeCalls, keeps: bool) -> Tensor:
-        keeps_x = keeps and ctx.needs_input_grad[1]
-        x = calls.codes(x_TK.contiguous(), "input", transposed=keeps_x)
-        weight = calls.codes(weight_NK, "weight", transposed=False)
-        y_TN = calls.forward(x, weight, x_TK.dtype)
-        ctx.calls, ctx.sink = calls, sink_of(weight_NK)
-        ctx.codes = [x] if keeps_x else []
-        ctx.save_for_backward(weight_NK, *calls.saved(ctx.codes))
-        return y_TN
+class _TeLinear(NamedTuple):
+    """The three products of one weight."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-        weight_NK, *saved = ctx.saved_tensors
-        calls: _TeCalls = ctx.calls
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        dy = calls.codes(dy_TN.contiguous(), "grad", transposed=needs_weight)
-        dx_TK = None
-        if needs_x:
-            weight = calls.codes(weight_NK, "weight", transposed=True)
-            dx_TK = calls.dgrad(dy, weight, dy_TN.dtype)
-            del weight
-        gradient = Gradient(weight_NK, ctx.sink)
-        place = gradient.place() if needs_weight else None
-        if place is not None:
-            calls.restore(ctx.codes, saved)
-            calls.wgrad(dy, ctx.codes[0], *place)
-            calls.saved(ctx.codes)  # taken out again: the node may live longer than what it saved
-        return dx_TK, gradient.for_autograd, None, None
+    calls: _TeCalls
+
+    def codes(self, x: Tensor, operand: Operand, *, transposed: bool) -> list[Any]:
+        """Of a matrix: for products that contract its rows' elements, and if ``transposed`` its columns'."""
+        return [self.calls.quantizers[operand, transposed](x.contiguous())]
+
+    def weight(self, weight_NK: Tensor, *, transposed: bool) -> list[Any]:
+        return [self.calls.quantizers["weight", transposed](weight_NK)]
+
+    def forward(self, x: list[Any], weight: list[Any], like_TK: Tensor, width: int) -> Tensor:
+        return self.calls.gemm.general_gemm(
+            *weight, *x, like_TK.dtype, layout="TN", use_split_accumulator=self.calls.splits_sums
+        )[0]
+
+    def dgrad(self, dy: list[Any], weight: list[Any], like_TN: Tensor, width: int) -> Tensor:
+        return self.calls.gemm.general_gemm(
+            *weight, *dy, like_TN.dtype, layout="NN", grad=True, use_split_accumulator=True
+        )[0]
+
+    def wgrad(self, dy: list[Any], x: list[Any], out: Tensor, accumulate: bool) -> None:
+        self.calls.gemm.general_gemm(
+            *x, *dy, out.dtype, layout="NT", grad=True, use_split_accumulator=True, out=out,
+            accumulate=accumulate,
+        )  # fmt: skip
 
 
-class _TeGrouped(torch.autograd.Function):
-    """The host waits for the device to learn how many rows each group has: it starts a product for each."""
+class _TeGroups(NamedTuple):
+    """Those of the experts' weights, each with its group of rows. The host knows how many rows each group
+    has: it starts a product for each."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, calls: _TeCalls, keeps: bool
-    ) -> Tensor:
-        ends = ends_E.tolist()
+    calls: _TeCalls
+    filled: list[int]
+    """Experts that have rows."""
+    sizes: list[int]
+    """Their rows."""
+
+    @classmethod
+    def of(cls, calls: _TeCalls, ends: list[int]) -> _TeGroups:
         sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        keeps_x = keeps and ctx.needs_input_grad[1]
         filled = [expert for expert, size in enumerate(sizes) if size]
-        num_rows = [sizes[expert] for expert in filled]
-        x = calls.group_codes(x_MK[: ends[-1]], num_rows, "input", transposed=keeps_x)
-        weight = _weight_codes(calls, weight_ENK, filled, transposed=False)
-        y_MN = x_MK.new_empty(len(x_MK), weight_ENK.shape[1])
-        if filled:
-            calls.group_forward(x, weight, y_MN, num_rows)
-        ctx.calls, ctx.sink, ctx.filled, ctx.num_rows = calls, sink_of(weight_ENK), filled, num_rows
-        ctx.codes = x if keeps_x else []
-        ctx.save_for_backward(weight_ENK, *calls.saved(ctx.codes))
+        return cls(calls, filled, [sizes[expert] for expert in filled])
+
+    def codes(self, x: Tensor, operand: Operand, *, transposed: bool) -> list[Any]:
+        x = x[: sum(self.sizes)].contiguous()
+        return self.calls.group_codes(x, self.sizes, operand, transposed=transposed)
+
+    def weight(self, weight_ENK: Tensor, *, transposed: bool) -> list[Any]:
+        num_experts, num_out, _ = weight_ENK.shape
+        rows, sizes = weight_ENK.flatten(0, 1), [num_out] * num_experts
+        codes = self.calls.group_codes(rows, sizes, "weight", transposed=transposed)
+        return [codes[expert] for expert in self.filled]
+
+    def forward(self, x: list[Any], weight: list[Any], like_MK: Tensor, width: int) -> Tensor:
+        y_MN = like_MK.new_empty(len(like_MK), width)
+        self._multiply(
+            weight, x, [y_MN], layout="TN", single_output=True, use_split_accumulator=self.calls.splits_sums
+        )
         return y_MN
 
+    def dgrad(self, dy: list[Any], weight: list[Any], like_MN: Tensor, width: int) -> Tensor:
+        dx_MK = like_MN.new_empty(len(like_MN), width)
+        self._multiply(
+            weight, dy, [dx_MK], layout="NN", single_output=True, grad=True, use_split_accumulator=True
+        )
+        return dx_MK
+
+    def wgrad(self, dy: list[Any], x: list[Any], out_ENK: Tensor, accumulate: bool) -> None:
+        if not accumulate and len(self.filled) < len(out_ENK):
+            out_ENK.zero_()  # of experts without rows
+        out = [out_ENK[expert] for expert in self.filled]
+        self._multiply(x, dy, out, layout="NT", grad=True, accumulate=accumulate, use_split_accumulator=True)
+
+    def _multiply(self, first: list[Any], second: list[Any], out: list[Tensor], **options: Any) -> None:
+        if self.filled:
+            blank = [None] * len(self.filled)
+            self.calls.gemm.general_grouped_gemm(
+                first, second, out, blank, out[0].dtype, m_splits=self.sizes, **options
+            )
+
+
+class _TeProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by: _TeLinear | _TeGroups, keeps: bool) -> Tensor:
+        keeps_x = keeps and ctx.needs_input_grad[1]
+        codes = by.codes(x, "input", transposed=keeps_x)
+        y = by.forward(codes, by.weight(weight, transposed=False), x, weight.shape[-2])
+        ctx.by, ctx.sink = by, sink_of(weight)
+        ctx.codes = codes if keeps_x else []
+        ctx.save_for_backward(weight, *by.calls.saved(ctx.codes))
+        return y
+
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        weight_ENK, *saved = ctx.saved_tensors
-        calls: _TeCalls = ctx.calls
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        by: _TeLinear | _TeGroups = ctx.by
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        dy = calls.group_codes(
-            dy_MN[: sum(ctx.num_rows)].contiguous(), ctx.num_rows, "grad", transposed=needs_weight
-        )
-        dx_MK = None
+        codes = by.codes(dy, "grad", transposed=needs_weight)
+        dx = None
         if needs_x:
-            dx_MK = dy_MN.new_empty(len(dy_MN), weight_ENK.shape[2])
-            if ctx.filled:
-                weight = _weight_codes(calls, weight_ENK, ctx.filled, transposed=True)
-                calls.group_dgrad(dy, weight, dx_MK, ctx.num_rows)
-                del weight
-        gradient = Gradient(weight_ENK, ctx.sink)
+            dx = by.dgrad(codes, by.weight(weight, transposed=True), dy, weight.shape[-1])
+        gradient = Gradient(weight, ctx.sink)
         place = gradient.place() if needs_weight else None
         if place is not None:
-            buffer_ENK, accumulate = place
-            if not accumulate and len(ctx.filled) < len(buffer_ENK):
-                buffer_ENK.zero_()  # of experts without rows
-            calls.restore(ctx.codes, saved)
-            if ctx.filled:
-                out = [buffer_ENK[expert] for expert in ctx.filled]
-                calls.group_wgrad(dy, ctx.codes, out, ctx.num_rows, accumulate)
-            calls.saved(ctx.codes)  # taken out again: the node may live longer than what it saved
-        return dx_MK, gradient.for_autograd, None, None, None
-
-
-def _weight_codes(calls: _TeCalls, weight_ENK: Tensor, filled: list[int], *, transposed: bool) -> list[Any]:
-    """Of the experts that have rows."""
-    num_experts, num_out, _ = weight_ENK.shape
-    rows = weight_ENK.flatten(0, 1)
-    codes = calls.group_codes(rows, [num_out] * num_experts, "weight", transposed=transposed)
-    return [codes[expert] for expert in filled]
+            by.calls.restore(ctx.codes, saved)
+            by.wgrad(codes, ctx.codes, *place)
+            by.calls.saved(ctx.codes)  # taken out again: the node may live longer than what it saved
+        return dx, gradient.for_autograd, None, None

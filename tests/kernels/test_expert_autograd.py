@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdmoe
 from fsdmoe.kernels.expert_autograd import Gradient
-from fsdmoe.kernels.expert_mlp_grouped import GroupedProducts, experts_mlp_grouped
+from fsdmoe.kernels.expert_mlp_grouped import GroupedProducts
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.precision.formats import FP8_BLOCKWISE
+from tests.support.experts_by_products import experts_mlp_grouped
 
 ROWS, TOP_K, EXPERTS, HIDDEN, WIDTH = 40, 2, 4, 256, 128
 INPUT = 2 * ROWS * HIDDEN + 4 * ROWS * TOP_K  # rows in bf16, routing weights in fp32

@@ -11,9 +11,9 @@ from torch import Tensor
 from fsdmoe.kernels import expert_mlp_grouped, grouped
 from fsdmoe.kernels.activations import ACTIVATIONS
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
-from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.grouped import grouped_matmul, grouped_matmul_loop
+from tests.support.experts_by_products import experts_mlp_grouped
 
 
 @dataclass

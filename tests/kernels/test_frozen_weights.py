@@ -80,24 +80,20 @@ def test_fused_products_get_the_values(has_updates: bool, monkeypatch: pytest.Mo
     down, _ = coded(torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(5)))
     seen: list[str] = []
 
-    def products(kind: str) -> Any:
-        class Watched(GroupedProducts):
-            def gate_up(self, given: Any, *args: Any, **options: Any) -> Any:
-                seen.append(kind)
-                torch.testing.assert_close(given.gate_up_E2ND, wanted)
-                return super().gate_up(given, *args, **options)
-
-        return SimpleNamespace(of=Watched)
+    class Watched(GroupedProducts):
+        def gate_up(self, given: Any, *args: Any, **options: Any) -> Any:
+            seen.append("fused")
+            torch.testing.assert_close(given.gate_up_E2ND, wanted)
+            return super().gate_up(given, *args, **options)
 
     fused = SimpleNamespace(
         supports_shape=lambda x, down, activation: tuple(down) == (3, 8, 8),
         supports_updates=lambda updates: True,
-        FusedProducts=products("fused"),
-        LowRankProducts=products("low rank"),
+        FusedProducts=SimpleNamespace(of=Watched),
     )
     monkeypatch.setattr(expert_mlp, "triton_for", lambda x: fused)
     updates = LowRankUpdates(torch.ones(3, 4, 8), torch.ones(3, 16, 4)) if has_updates else NO_UPDATES
     rows = Rows(torch.randn(2, 8, requires_grad=True), torch.ones(2, 1), torch.tensor([[0], [2]]))
     policy = ExpertPolicy(coded=True)
     experts_mlp(rows, ExpertWeights(gate_up, down), policy, updates=updates).sum().backward()
-    assert seen == ["low rank" if has_updates else "fused"]
+    assert seen == ["fused"]

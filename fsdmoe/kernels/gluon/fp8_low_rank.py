@@ -9,7 +9,7 @@ was made before; nothing of the update is quantised but what its rows are anyway
     backward   dy_MQ = B2^T dy         dact = W2^T dy + A2^T dy_MQ   dy as codes in W2^T dy alone
                dpre_MQ = B1^T dpre     dx = W1^T dpre + A1^T dpre_MQ
 
-Gradients of factors are those of ``triton/low_rank_mlp.py``, in bf16. Weights get none, so the panels of
+Gradients of factors are those of ``triton/low_rank_terms.py``, in bf16. Weights get none, so the panels of
 ``fp8_mlp`` are not made. Sizes: as there, and Q the rank of an update.
 """
 
@@ -24,13 +24,13 @@ from fsdmoe.kernels.expert_autograd import Given, Grads, PreActivation, compute_
 from fsdmoe.kernels.expert_operands import ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon.fp8_mlp import BlockwiseProducts
-from fsdmoe.kernels.triton.fp8_low_rank_rows import narrow_of_codes, swiglu_grad_rows
-from fsdmoe.kernels.triton.fp8_rows import Codes, quantize_rows
+from fsdmoe.kernels.triton.fp8_low_rank_rows import narrow_of_codes
+from fsdmoe.kernels.triton.fp8_rows import Codes, empty_codes, quantize_rows
 from fsdmoe.kernels.triton.fp8_scale import BLOCK
 from fsdmoe.kernels.triton.grouped_gemm import LowRankTerm
-from fsdmoe.kernels.triton.low_rank_mlp import (
-    LowRankOperands,
+from fsdmoe.kernels.triton.low_rank_terms import (
     Narrow,
+    WeightOperands,
     factor_gradients,
     low_rank_term,
     narrow_product,
@@ -38,7 +38,7 @@ from fsdmoe.kernels.triton.low_rank_mlp import (
 )
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import GatheredRows, RowMap, build_row_map
-from fsdmoe.kernels.triton.swiglu_mlp import WeightOperands
+from fsdmoe.kernels.triton.swiglu import WantedCodes, swiglu_backward_
 from fsdmoe.precision.formats import Recipe, blockwise_scale
 from fsdmoe.precision.quantized_weight import scales_of
 
@@ -80,7 +80,7 @@ class LowRankBlockwise(BlockwiseProducts):
 
     def down_dgrad(
         self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads
-    ) -> tuple[LowRankOperands, tuple[Codes, Tensor | None, RowMap]]:
+    ) -> tuple[WeightOperands, tuple[Codes, Tensor | None, RowMap]]:
         (pre_2MN,), row_map, narrow = kept
         kept.clear()
         dy_RD = dy_RD.contiguous()
@@ -97,19 +97,19 @@ class LowRankBlockwise(BlockwiseProducts):
             dtype=dy_RD.dtype,
             term=_transposed_term(dy_MQ, given.down_a),
         )
-        dpre_M2N, dpre = swiglu_grad_rows(
-            pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, power_of_two=self.power_of_two
-        )
+        dpre = empty_codes(len(dact_MN), 2 * dact_MN.shape[1], dact_MN.device)
+        codes = WantedCodes(*dpre, self.power_of_two)
+        dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, codes=codes)
         if grads.weights_RK is not None:
             grads.weights_RK.put(dweights_RK)
         dpre_MQ = narrow_product(dpre_M2N, given.gate_up_b, row_map, transposed=False)
-        # ``swiglu_grad_rows`` has overwritten dact with the activation.
-        wide = WeightOperands([dy, dact_MN], dpre_M2N, given.x_RD, row_map)
-        return LowRankOperands(wide, narrow, dy_MQ, dpre_MQ), (dpre, dpre_MQ, row_map)
+        # ``swiglu_backward_`` has overwritten dact with the activation.
+        operands = WeightOperands([dy, dact_MN], dpre_M2N, given.x_RD, False, row_map, narrow, dy_MQ, dpre_MQ)
+        return operands, (dpre, dpre_MQ, row_map)
 
-    def wgrad(self, operands: LowRankOperands, grads: Grads) -> None:
+    def wgrad(self, operands: WeightOperands, grads: Grads) -> None:
         factor_gradients(operands, grads)
-        operands.wide.down.clear()
+        operands.down.clear()
 
     def gate_up_dgrad(
         self, operands: tuple[Codes, Tensor | None, RowMap], given: Given, grads: Grads

@@ -15,8 +15,7 @@ from fsdmoe.kernels.triton.four_bit_kernels import decode_four_bit
 from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
 from fsdmoe.kernels.triton.fp8_rows import decode_rows
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
-from fsdmoe.kernels.triton.gated_norm_kernels import gated_norm_triton
-from fsdmoe.kernels.triton.low_rank_mlp import LowRankProducts, experts_mlp_low_rank, supports_updates
+from fsdmoe.kernels.triton.low_rank_terms import supports_updates
 from fsdmoe.kernels.triton.muon_kernels import apply_update_triton, look_ahead_triton
 from fsdmoe.kernels.triton.norm_rope_kernels import norm_rope_triton, supports_norm_rope
 from fsdmoe.kernels.triton.packed_rows_kernels import (
@@ -30,7 +29,7 @@ from fsdmoe.kernels.triton.quantize_kernels import (
     quantize_side_by_side_triton,
     transpose_codes_triton,
 )
-from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
+from fsdmoe.kernels.triton.rms_norm_kernels import gated_norm_triton, rms_norm_triton
 from fsdmoe.kernels.triton.rope_kernel import rope_triton
 from fsdmoe.kernels.triton.rounded_mlp import (
     experts_mlp_rounded,
@@ -47,7 +46,6 @@ from fsdmoe.kernels.triton.send_order_kernel import order_rows_triton
 from fsdmoe.kernels.triton.swiglu_mlp import (
     FusedProducts,
     experts_mlp_triton,
-    products_of,
     supports,
     supports_shape,
 )

@@ -18,17 +18,15 @@ import triton.language as tl
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.triton.adamw_kernel import factors, is_skipped, load_step, update_block
 from fsdmoe.kernels.triton.fp8_scale import (
-    STRIDE,
     as_bits,
     as_bytes,
     as_words,
     block_scale,
     hidden_one,
-    interleaved,
     raise_to,
     to_codes,
-    transposed_tile,
 )
+from fsdmoe.kernels.triton.fp8_weights import encode_weight_
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.precision.quantized_weight import TILE, WeightCodes
 
@@ -155,32 +153,6 @@ def _adamw_codes_kernel(
             tl.store(scales_ptr + matrix * num_tiles + tile, scale)
 
 
-@QuickLaunch
-@triton.jit
-def _encode_whole_kernel(
-    main_ptr, codes_ptr, transposed_ptr, scales_ptr, peaks_ptr, found_inf_ptr, num_rows, num_columns,
-    TRANSPOSED: tl.constexpr, HAS_FLAG: tl.constexpr,
-):  # fmt: skip
-    if not is_skipped(found_inf_ptr, HAS_FLAG):
-        block_b, block_a, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        place, transposed_place = _places(matrix, block_a, block_b, num_rows, num_columns)
-        lane = tl.arange(0, 128)
-        at = interleaved()[:, None] * num_columns + lane[None, :]
-        scale = tl.load(peaks_ptr + matrix)
-        inverse = tl.div_rn(1.0, scale)
-        values = tl.load(main_ptr + place + at).to(tl.float32)
-        tl.store(codes_ptr + place + at, to_codes(values * inverse))
-        if TRANSPOSED:
-            codes = to_codes(values * (inverse * hidden_one(num_rows)))
-            transposed_at = lane[:, None] * (num_rows // 4) + tl.arange(0, 32)[None, :]
-            tl.store(
-                as_words(transposed_ptr + transposed_place) + transposed_at,
-                transposed_tile(codes, STRIDE, 128),
-            )
-        if block_a + block_b == 0:
-            tl.store(scales_ptr + matrix, scale)
-
-
 def adamw_codes_(
     main: torch.Tensor,
     grad: torch.Tensor,
@@ -217,14 +189,4 @@ def adamw_codes_(
         **options,
     )
     if whole:
-        _encode_whole_kernel[(num_columns // TILE, num_rows // TILE, num_matrices)](
-            main,
-            *into,
-            peaks,
-            flag,
-            num_rows,
-            num_columns,
-            TRANSPOSED=transposed is not None,
-            HAS_FLAG=has_flag,
-            num_warps=_NUM_WARPS,
-        )
+        encode_weight_(main.view(plain.shape), codes, given_E=peaks, found_inf=numbers.found_inf)

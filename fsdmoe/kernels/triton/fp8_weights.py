@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fsdmoe.kernels.triton.adamw_kernel import is_skipped
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import (
     BLOCK,
@@ -42,6 +43,8 @@ def _quantize_weight_kernel(
     transposed_ptr,
     scales_ptr,
     transposed_scales_ptr,
+    given_ptr,
+    found_inf_ptr,
     num_rows,
     num_columns,
     POWER_OF_TWO: tl.constexpr,
@@ -49,31 +52,35 @@ def _quantize_weight_kernel(
     TRANSPOSED: tl.constexpr,
     WHOLE: tl.constexpr,
     TRANSPOSED_SCALES: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
 ):
-    block_b, block_a = tl.program_id(0), tl.program_id(1)
-    base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
-    blocks_a, blocks_b = num_rows // 128, num_columns // 128
-    rows = (block_a * 128 + interleaved()).to(tl.int64)
-    lane = tl.arange(0, 128)
-    at = base + rows[:, None] * num_columns + block_b * 128 + lane[None, :]
-    values = tl.load(weight_ptr + at).to(tl.float32)
-    if WHOLE:  # which is given
-        scale = tl.load(scales_ptr + tl.program_id(2))
-    else:
-        scale = block_scale(tl.max(tl.abs(values)), POWER_OF_TWO)
-    inverse = tl.div_rn(1.0, scale)
-    of_expert = tl.program_id(2) * blocks_a * blocks_b
-    if PLAIN:
-        tl.store(codes_ptr + at, to_codes(values * inverse))
-        if not WHOLE:
-            tl.store(scales_ptr + of_expert + block_a * blocks_b + block_b, scale)
-    if TRANSPOSED:
-        codes = to_codes(values * (inverse * hidden_one(num_rows)))
-        transposed_rows = (block_b * 128 + lane).to(tl.int64)
-        transposed_at = transposed_rows[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
-        tl.store(as_words(transposed_ptr + base) + transposed_at, transposed_tile(codes, STRIDE, 128))
-        if TRANSPOSED_SCALES:
-            tl.store(transposed_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
+    if not is_skipped(found_inf_ptr, HAS_FLAG):
+        block_b, block_a = tl.program_id(0), tl.program_id(1)
+        base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
+        blocks_a, blocks_b = num_rows // 128, num_columns // 128
+        rows = (block_a * 128 + interleaved()).to(tl.int64)
+        lane = tl.arange(0, 128)
+        at = base + rows[:, None] * num_columns + block_b * 128 + lane[None, :]
+        values = tl.load(weight_ptr + at).to(tl.float32)
+        of_expert = tl.program_id(2) * blocks_a * blocks_b
+        place = of_expert + block_a * blocks_b + block_b
+        if WHOLE:  # which is given
+            place = tl.program_id(2)
+            scale = tl.load(given_ptr + place)
+        else:
+            scale = block_scale(tl.max(tl.abs(values)), POWER_OF_TWO)
+        inverse = tl.div_rn(1.0, scale)
+        if PLAIN:
+            tl.store(codes_ptr + at, to_codes(values * inverse))
+            tl.store(scales_ptr + place, scale)
+        if TRANSPOSED:
+            codes = to_codes(values * (inverse * hidden_one(num_rows)))
+            transposed_rows = (block_b * 128 + lane).to(tl.int64)
+            words = block_a * 32 + tl.arange(0, 32)
+            transposed_at = transposed_rows[:, None] * (num_rows // 4) + words[None, :]
+            tl.store(as_words(transposed_ptr + base) + transposed_at, transposed_tile(codes, STRIDE, 128))
+            if TRANSPOSED_SCALES:
+                tl.store(transposed_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
 
 
 def quantize_weight(
@@ -93,12 +100,20 @@ def quantize_weight(
         return Codes(codes, weight_EAB.new_empty(experts, a // BLOCK, b // BLOCK, dtype=torch.float32))
 
     codes, codes_transposed = empty(plain, num_rows, num_columns), empty(transposed, num_columns, num_rows)
-    flags = {"PLAIN": plain, "TRANSPOSED": transposed, "WHOLE": False, "TRANSPOSED_SCALES": transposed}
-    _quantize_into(weight_EAB, codes, codes_transposed, POWER_OF_TWO=power_of_two, **flags)
+    flags = {"PLAIN": plain, "TRANSPOSED": transposed, "TRANSPOSED_SCALES": transposed}
+    flags |= {"POWER_OF_TWO": power_of_two}
+    _quantize_into(weight_EAB, codes, codes_transposed, flags)
     return codes, codes_transposed
 
 
-def _quantize_into(weight_EAB: torch.Tensor, plain: Codes, transposed: Codes, **flags: bool) -> None:
+def _quantize_into(
+    weight_EAB: torch.Tensor,
+    plain: Codes,
+    transposed: Codes,
+    flags: dict[str, bool],
+    given_E: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
     num_experts, num_rows, num_columns = weight_EAB.shape
     _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
         weight_EAB,
@@ -106,26 +121,36 @@ def _quantize_into(weight_EAB: torch.Tensor, plain: Codes, transposed: Codes, **
         as_bytes(transposed.codes),
         plain.scales,
         transposed.scales,
+        plain.scales if given_E is None else given_E,
+        plain.scales if found_inf is None else found_inf,
         num_rows,
         num_columns,
+        WHOLE=given_E is not None,
+        HAS_FLAG=found_inf is not None,
         num_warps=_NUM_WARPS,
         **flags,
     )
 
 
-def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
-    """The same of main weights, of any precision, into buffers that are there."""
+def encode_weight_(
+    main_EAB: torch.Tensor,
+    into: WeightCodes,
+    *,
+    given_E: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """The same of main weights, of any precision, into buffers that are there.
+
+    ``given_E``: the scales of whole matrices, where they are known. Nothing is written where ``found_inf`` is
+    above 0."""
     plain, transposed, scales, power_of_two = into
-    if not into.by_tiles:
-        _whole_scales_(main_EAB, scales.zero_(), power_of_two)
+    if given_E is None and not into.by_tiles:
+        given_E = scales.zero_()
+        _whole_scales_(main_EAB, given_E, power_of_two)
     other = Codes(plain if transposed is None else transposed, scales)
-    flags = {
-        "PLAIN": True,
-        "TRANSPOSED": transposed is not None,
-        "WHOLE": not into.by_tiles,
-        "TRANSPOSED_SCALES": False,
-    }
-    _quantize_into(main_EAB, Codes(plain, scales), other, POWER_OF_TWO=power_of_two, **flags)
+    flags = {"PLAIN": True, "TRANSPOSED": transposed is not None, "TRANSPOSED_SCALES": False}
+    flags |= {"POWER_OF_TWO": power_of_two}
+    _quantize_into(main_EAB, Codes(plain, scales), other, flags, given_E, found_inf)
 
 
 @QuickLaunch

@@ -188,11 +188,21 @@ class RoundedProducts(FusedProducts):
 
     recipe: Recipe
 
-    def _gate_up(
-        self, given: Given, row_map: RowMap, tiles: LayerTiles, *, keep: bool
+    def _rows(self, x_RD: torch.Tensor, row_map: RowMap, *, gathered: bool) -> torch.Tensor:
+        return permute_rows(x_RD, row_map)
+
+    def _first(
+        self,
+        given: Given,
+        rows: Any,
+        x_MQ: torch.Tensor | None,
+        row_map: RowMap,
+        tiles: LayerTiles,
+        *,
+        keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n = given.down_EDN.shape[2]
-        x = _rounded(permute_rows(given.x_RD, row_map), self.recipe.forward, row_map)
+        x = _rounded(rows, self.recipe.forward, row_map)
         first = _rounded_weight(given.gate_up_E2ND, self.recipe.forward, transposed=False)
         pre_2MN = given.x_RD.new_empty(2, row_map.capacity, n)
         for plane, columns in ((0, slice(0, n)), (1, slice(n, 2 * n))):

@@ -5,18 +5,22 @@
     reads   gate, up (bf16), the gradient of act
     writes  the gradient of the pre-activation [M, 2N] (gate columns first: the layout of the weight), the
             gradient of p of every assignment, and unless it was kept act itself over its gradient (for the
-            second projection's weight gradient)
+            second projection's weight gradient); on request the gradient of the pre-activation as fp8 codes
+            too, with 1 x 128 scales [2N/128, M]
 
 One pass; the sum over columns that the weight's gradient needs stays in registers.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from fsdmoe.kernels.activations import GELU_CUBE, GELU_SCALE, GPT_OSS_ALPHA, GPT_OSS_LIMIT
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, as_bytes, block_scale, to_codes
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
 
@@ -69,7 +73,7 @@ def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def block_grads(pre_ptr, dact_ptr, at, plane, wanted, weight, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+def _block_grads(pre_ptr, dact_ptr, at, plane, wanted, weight, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     """Of some elements: the gradients of gate and up, the activation times the weight, and what they add to
     the weight's gradient. ``plane``: from gates to ups."""
     # Padding rows must come out as zeros whatever their pre-activation holds: read them as zeros.
@@ -81,6 +85,13 @@ def block_grads(pre_ptr, dact_ptr, at, plane, wanted, weight, ACTIVATION: tl.con
     return weighted * linear * dphi, weighted * phi * dlinear, phi * linear * weight, dact * phi * linear
 
 
+@triton.jit
+def _store_codes(values, codes_at, scales_at, POWER_OF_TWO: tl.constexpr):
+    scales = block_scale(tl.max(tl.abs(values), 1), POWER_OF_TWO)
+    tl.store(scales_at, scales)
+    tl.store(codes_at, to_codes(values * tl.div_rn(1.0, scales)[:, None]))
+
+
 @QuickLaunch
 @triton.jit(do_not_specialize=["capacity", "num_experts"])
 def _swiglu_backward_kernel(
@@ -90,6 +101,8 @@ def _swiglu_backward_kernel(
     source_ptr,
     offsets_ptr,
     dpre_ptr,
+    codes_ptr,
+    scales_ptr,
     dweights_ptr,
     n,
     capacity,
@@ -99,14 +112,17 @@ def _swiglu_backward_kernel(
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     STORE_ACT: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
     if first < tl.load(offsets_ptr + num_experts):
-        rows = first + tl.arange(0, ROWS)
-        source = tl.load(source_ptr + rows)
+        places = first + tl.arange(0, ROWS)
+        source = tl.load(source_ptr + places)
         is_row = source >= 0
         weight = tl.load(weights_ptr + source, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        rows = rows.to(tl.int64)
+        rows = places.to(tl.int64)
+        dtype = dpre_ptr.dtype.element_ty
         dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, n, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
@@ -114,16 +130,33 @@ def _swiglu_backward_kernel(
             at = rows[:, None] * n + columns[None, :]
             wanted = inside & is_row[:, None]
             plane = capacity.to(tl.int64) * n
-            dgate, dup, act, part = block_grads(
+            dgate, dup, act, part = _block_grads(
                 pre_ptr, dact_ptr, at, plane, wanted, weight, ACTIVATION, LIMIT
             )
             dweight += part
             at_pair = rows[:, None] * (2 * n) + columns[None, :]
-            tl.store(dpre_ptr + at_pair, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
-            tl.store(dpre_ptr + at_pair + n, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
+            dgate = dgate.to(dtype)
+            dup = dup.to(dtype)
+            tl.store(dpre_ptr + at_pair, dgate, mask=inside)
+            tl.store(dpre_ptr + at_pair + n, dup, mask=inside)
+            if CODES:  # of what is stored: whoever reads either has the same values
+                scales_at = scales_ptr + start // 128 * capacity + places
+                _store_codes(dgate.to(tl.float32), codes_ptr + at_pair, scales_at, POWER_OF_TWO)
+                scales_at += n // 128 * capacity
+                _store_codes(dup.to(tl.float32), codes_ptr + at_pair + n, scales_at, POWER_OF_TWO)
             if STORE_ACT:
                 tl.store(dact_ptr + at, act.to(dact_ptr.dtype.element_ty), mask=inside)
         tl.store(dweights_ptr + source, tl.sum(dweight, 1), mask=is_row)
+
+
+class WantedCodes(NamedTuple):
+    """Codes of the gradient of a pre-activation, to be written."""
+
+    codes: torch.Tensor
+    """``[M, 2N]``."""
+    scales: torch.Tensor
+    """``[2N/128, M]``."""
+    power_of_two: bool
 
 
 def swiglu_backward_(
@@ -136,16 +169,22 @@ def swiglu_backward_(
     activation: str = "swiglu",
     limit: float = GPT_OSS_LIMIT,
     wants_act: bool = True,
+    codes: WantedCodes | None = None,
 ) -> torch.Tensor:
     """The gradient of the pre-activation, ``[M, 2N]``; ``dact_MN`` becomes the activation if ``wants_act``,
-    ``dweights_RK`` (fp32) the gradient of the weights.
+    ``dweights_RK`` (fp32) the gradient of the weights, and ``codes`` are written.
 
     Assignments to experts that are not computed here have no row that would write their ``d weights``: they
     must be zero there already."""
     _, capacity, n = pre_2MN.shape
     dpre_M2N = torch.empty(capacity, 2 * n, device=pre_2MN.device, dtype=pre_2MN.dtype)
-    # A program takes 1024 elements at a time: of one row where rows are long, else of four.
+    # A program takes 1024 elements at a time: of one row where rows are long, else of four; with codes of as
+    # many rows as have one block of them each.
     rows = 1 if n % 1024 == 0 else 4
+    into, scales, power_of_two = dpre_M2N, dpre_M2N, False
+    if codes is not None:
+        rows = 1024 // BLOCK
+        into, scales, power_of_two = as_bytes(codes.codes), codes.scales, codes.power_of_two
     _swiglu_backward_kernel[(capacity // rows,)](
         pre_2MN,
         dact_MN,
@@ -153,6 +192,8 @@ def swiglu_backward_(
         row_map.source_M,
         row_map.offsets,
         dpre_M2N,
+        into,
+        scales,
         dweights_RK,
         n,
         capacity,
@@ -162,6 +203,8 @@ def swiglu_backward_(
         ACTIVATION=activation,
         LIMIT=limit,
         STORE_ACT=wants_act,
+        CODES=codes is not None,
+        POWER_OF_TWO=power_of_two,
         num_warps=4,
     )
     return dpre_M2N

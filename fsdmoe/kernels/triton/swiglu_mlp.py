@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
@@ -37,8 +37,15 @@ from fsdmoe.kernels.expert_autograd import (
 from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, LowRankTerm, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
+from fsdmoe.kernels.triton.low_rank_terms import (
+    Narrow,
+    WeightOperands,
+    factor_gradients,
+    low_rank_term,
+    narrow_product,
+)
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
-from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
+from fsdmoe.kernels.triton.row_map import GatheredRows, RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
 from fsdmoe.kernels.triton.weight_grad import bias_grad, weight_grad
@@ -76,27 +83,22 @@ def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor, spare_sms: int = 0
     return tiles_for(ids_RK.shape[0] * ids_RK.shape[1], num_experts, d, n, spare_sms)
 
 
-Kept = tuple[PreActivation, RowMap]
+Kept = tuple[PreActivation, RowMap, Narrow, SortedRows]
 Back = tuple[torch.Tensor, LowRankTerm | None, RowMap]
 """Gradients of pre-activations, and what is added to their product with the weight."""
 
 
-class WeightOperands(NamedTuple):
-    down: list[Any]
-    """Gradients of outputs (sorted, or ``GatheredRows`` where only factors have gradients), and activations;
-    given up once they have been used."""
-    dpre_M2N: torch.Tensor
-    x: torch.Tensor
-    """``[R, D]``; ``[M, D]`` where sorted rows were kept."""
-    row_map: RowMap
-
-
 @dataclass(frozen=True, kw_only=True)
 class FusedProducts:
-    """See :class:`~fsdmoe.kernels.expert_autograd.ExpertProducts`: in bf16, over rows sorted by expert."""
+    """See :class:`~fsdmoe.kernels.expert_autograd.ExpertProducts`: in bf16, over rows sorted by expert, with
+    or without updates of weights.
+
+    With ``keeps_rows`` forward lays rows out once and multiplies by the copy, and gradients of weights take
+    what it left: backward spares two passes over ``[M, D]`` and one over ``[M, N]``, and is given no x."""
 
     max_rows: int | None = None
     recompute: bool = False
+    keeps_rows: bool = False
     activation: str = "swiglu"
     limit: float = GPT_OSS_LIMIT
     spare_sms: int = 0
@@ -108,6 +110,7 @@ class FusedProducts:
         return cls(
             max_rows=max_rows,
             recompute=policy.recompute,
+            keeps_rows=policy.keeps_rows,
             activation=policy.activation,
             limit=policy.limit,
             spare_sms=policy.spare_sms,
@@ -115,11 +118,18 @@ class FusedProducts:
         )
 
     def gate_up(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[list[Any], Kept]:
-        down_EDN = given.down_EDN
-        tiles = layer_tiles(ids_RK, down_EDN, self.spare_sms)
-        row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=self.max_rows)
-        pre_2MN, act_MN = self._gate_up(given, row_map, tiles, keep=keep and not self.recompute)
-        return [act_MN, None, row_map, tiles], (PreActivation(pre_2MN), row_map)
+        tiles = layer_tiles(ids_RK, given.down_EDN, self.spare_sms)
+        row_map = build_row_map(ids_RK, len(given.down_EDN), align=tiles.align, max_rows=self.max_rows)
+        keeps_rows = keep and self.keeps_rows
+        rows = self._rows(given.x_RD, row_map, gathered=tiles.gathered and not keeps_rows)
+        x_MQ = self._narrow(rows, given.gate_up_a, row_map, transposed=True)
+        pre_2MN, act_MN = self._first(given, rows, x_MQ, row_map, tiles, keep=keep and not self.recompute)
+        act_MQ = self._narrow(act_MN, given.down_a, row_map, transposed=True)
+        kept_rows = SortedRows(None, None)
+        if keeps_rows and isinstance(rows, torch.Tensor):
+            kept_rows = SortedRows(rows, act_MN)
+        kept = PreActivation(pre_2MN), row_map, Narrow(x_MQ, act_MQ), kept_rows
+        return [act_MN, low_rank_term(act_MQ, given.down_b), row_map, tiles], kept
 
     def down(self, given: Given, activated: list[Any]) -> torch.Tensor:
         act_MN, term, row_map, tiles = activated
@@ -127,27 +137,43 @@ class FusedProducts:
 
     def down_dgrad(
         self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads
-    ) -> tuple[Any, Back]:
-        (pre_2MN,), row_map = kept
+    ) -> tuple[WeightOperands, Back]:
+        (pre_2MN,), row_map, narrow, (x_MD, act_MN) = kept
         kept.clear()
         weights_RK = given.weights_RK
         tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
         if pre_2MN is None:
-            pre_2MN, _ = self._gate_up(given, row_map, tiles, keep=True)
+            rows = self._rows(given.x_RD, row_map, gathered=tiles.gathered) if x_MD is None else x_MD
+            pre_2MN, _ = self._first(given, rows, narrow.x_MQ, row_map, tiles, keep=True)
         assert pre_2MN is not None
         dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
         dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
-        dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles)
+        dy_MQ = self._narrow(dy_MD, given.down_b, row_map, transposed=False)
+        term = low_rank_term(dy_MQ, given.down_a)
+        dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles, term)
         dpre_M2N = swiglu_backward_(
-            pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, activation=self.activation, limit=self.limit
-        )
+            pre_2MN, dact_MN, weights_RK, row_map, dweights_RK,
+            activation=self.activation, limit=self.limit, wants_act=act_MN is None,
+        )  # fmt: skip
         if grads.weights_RK is not None:
             grads.weights_RK.put(dweights_RK)
-        # ``swiglu_backward_`` has overwritten dact with the activation, which the weight's gradient needs.
-        operands = WeightOperands([dy_MD, dact_MN], dpre_M2N, given.x_RD, row_map)
-        return operands, (dpre_M2N, None, row_map)
+        dpre_MQ = self._narrow(dpre_M2N, given.gate_up_b, row_map, transposed=False)
+        operands = WeightOperands(
+            # ``swiglu_backward_`` has overwritten dact with the activation where it was not kept.
+            [dy_MD, dact_MN if act_MN is None else act_MN],
+            dpre_M2N,
+            given.x_RD if x_MD is None else x_MD,
+            x_MD is not None,
+            row_map,
+            narrow,
+            dy_MQ,
+            dpre_MQ,
+        )
+        return operands, (dpre_M2N, low_rank_term(dpre_MQ, given.gate_up_a), row_map)
 
     def wgrad(self, operands: WeightOperands, grads: Grads) -> None:
+        if any((grads.gate_up_a, grads.gate_up_b, grads.down_a, grads.down_b)):
+            factor_gradients(operands, grads, self.wgrad_spare_sms)
         row_map = operands.row_map
         dy_MD, act_MN = operands.down
         operands.down.clear()
@@ -155,7 +181,7 @@ class FusedProducts:
             self._weight_grad(dy_MD, act_MN, row_map, grads.down_EDN)
         del dy_MD, act_MN  # before the rows of x are laid out again
         if grads.gate_up_E2ND is not None:
-            self._weight_grad(operands.dpre_M2N, self._sorted_x(operands), row_map, grads.gate_up_E2ND)
+            self._weight_grad(operands.dpre_M2N, operands.sorted_x(), row_map, grads.gate_up_E2ND)
 
     def gate_up_dgrad(self, operands: Back, given: Given, grads: Grads) -> None:
         dpre_M2N, term, row_map = operands
@@ -168,19 +194,38 @@ class FusedProducts:
 
     # The products themselves
 
-    def _sorted_x(self, operands: WeightOperands) -> torch.Tensor:
-        return permute_rows(operands.x, operands.row_map)
+    def _rows(self, x_RD: torch.Tensor, row_map: RowMap, *, gathered: bool) -> torch.Tensor | GatheredRows:
+        return GatheredRows(x_RD) if gathered and len(x_RD) else permute_rows(x_RD, row_map)
 
-    def _gate_up(
-        self, given: Given, row_map: RowMap, tiles: LayerTiles, *, keep: bool
+    def _first(
+        self,
+        given: Given,
+        rows: torch.Tensor | GatheredRows,
+        x_MQ: torch.Tensor | None,
+        row_map: RowMap,
+        tiles: LayerTiles,
+        *,
+        keep: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The pre-activation if ``keep``, and the weighted activation."""
-        x_RD = given.x_RD
+        gathered = isinstance(rows, GatheredRows)
+        x = rows.x_RD if isinstance(rows, GatheredRows) else rows
         first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
-        gathered = tiles.gathered and x_RD.shape[0] > 0
-        rows = x_RD if gathered else permute_rows(x_RD, row_map)
-        tile = tiles.gate_up
-        return gate_up(rows, given.weights_RK, first, row_map, gathered=gathered, store_pre=keep, tile=tile)
+        term = low_rank_term(x_MQ, given.gate_up_b)
+        return gate_up(
+            x, given.weights_RK, first, row_map, gathered=gathered, store_pre=keep,
+            tile=tiles.gate_up if term is None else tiles.project, term=term,
+        )  # fmt: skip
+
+    def _narrow(
+        self,
+        rows: torch.Tensor | GatheredRows,
+        factor: torch.Tensor | None,
+        row_map: RowMap,
+        *,
+        transposed: bool,
+    ) -> torch.Tensor | None:
+        return narrow_product(rows, factor, row_map, transposed=transposed, spare_sms=self.spare_sms)
 
     def _down(
         self,
@@ -215,59 +260,6 @@ class FusedProducts:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SortedProducts(FusedProducts):
-    """The same with sorted rows and activations kept: forward lays rows out once and multiplies by the copy,
-    and gradients of weights take what it left. Backward spares two passes over ``[M, D]`` and one over
-    ``[M, N]``, and is given no x."""
-
-    def gate_up(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[list[Any], Any]:
-        if not keep:
-            return super().gate_up(given, ids_RK, keep=False)
-        tiles = layer_tiles(ids_RK, given.down_EDN, self.spare_sms)
-        row_map = build_row_map(ids_RK, len(given.down_EDN), align=tiles.align, max_rows=self.max_rows)
-        x_MD = permute_rows(given.x_RD, row_map)
-        pre_2MN, act_MN = self._first(given, x_MD, row_map, tiles, keep=not self.recompute)
-        return [act_MN, None, row_map, tiles], (PreActivation(pre_2MN), row_map, SortedRows(x_MD, act_MN))
-
-    def down_dgrad(
-        self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads
-    ) -> tuple[Any, Back]:
-        (pre_2MN,), row_map, (x_MD, act_MN) = kept
-        kept.clear()
-        weights_RK = given.weights_RK
-        tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
-        dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
-        dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
-        dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles)
-        if pre_2MN is None:
-            pre_2MN, _ = self._first(given, x_MD, row_map, tiles, keep=True)
-        assert pre_2MN is not None
-        dpre_M2N = swiglu_backward_(
-            pre_2MN, dact_MN, weights_RK, row_map, dweights_RK,
-            activation=self.activation, limit=self.limit, wants_act=False,
-        )  # fmt: skip
-        if grads.weights_RK is not None:
-            grads.weights_RK.put(dweights_RK)
-        return WeightOperands([dy_MD, act_MN], dpre_M2N, x_MD, row_map), (dpre_M2N, None, row_map)
-
-    def _sorted_x(self, operands: WeightOperands) -> torch.Tensor:
-        return operands.x
-
-    def _first(
-        self, given: Given, x_MD: torch.Tensor, row_map: RowMap, tiles: LayerTiles, *, keep: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The pre-activation if ``keep``, and the weighted activation."""
-        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.activation, self.limit)
-        tile = tiles.gate_up
-        return gate_up(x_MD, given.weights_RK, first, row_map, gathered=False, store_pre=keep, tile=tile)
-
-
-def products_of(policy: ExpertPolicy, max_rows: int | None) -> FusedProducts:
-    """Of experts without updates."""
-    return (SortedProducts if policy.keeps_rows else FusedProducts).of(policy, max_rows)
-
-
 def experts_mlp_triton(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
@@ -290,5 +282,5 @@ def experts_mlp_triton(
     gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
     rows = Rows(x_RD, weights_RK, ids_RK)
     weights = ExpertWeights(gate_up_E2ND, down_EDN, gate_up_bias)
-    products = products_of(policy, max_rows)
+    products = FusedProducts.of(policy, max_rows)
     return compute_experts(products, rows, weights, late=policy.late, keeps_x=not policy.keeps_rows)

@@ -14,10 +14,10 @@ from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
-from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_gpu, requires_nccl
+from tests.support.experts_by_products import experts_mlp_grouped
 from tests.support.one_gpu import free_port, run_ranks_on_one_gpu
 
 E, D, N, K = 16, 256, 128, 4

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels.expert_mlp import ExpertFunction, experts_mlp, experts_mlp_reference
-from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.testing import requires_gpu
+from tests.support.experts_by_products import experts_mlp_grouped
 
 E, D, N, K = 16, 256, 192, 4
 NAMES = ("y", "x", "weights", "gate_up_a", "gate_up_b", "down_a", "down_b")

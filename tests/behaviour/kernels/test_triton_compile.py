@@ -21,7 +21,6 @@ from fsdmoe.kernels.triton import (
     balance_triton,
     build_group_map,
     cross_entropy_,
-    experts_mlp_low_rank,
     experts_mlp_triton,
     gated_norm_triton,
     look_ahead_triton,
@@ -41,6 +40,7 @@ from fsdmoe.kernels.triton.swiglu_mlp import ACTIVATIONS
 from fsdmoe.kernels.triton.tiles import grad_tile
 from fsdmoe.kernels.triton.weight_grad import weight_grad
 from fsdmoe.precision.block_floats import BlockFloats, ElementPlace
+from tests.support.experts_by_products import experts_mlp_fused
 from tests.support.triton.compile_launches import compiling
 
 # A block's shared memory on both architectures.
@@ -83,7 +83,7 @@ def run_adapted_layer(num_rows: int, rank: int) -> None:
         torch.zeros(num_rows, 2, dtype=torch.int64),
     )
     weights, updates = ExpertWeights(*frozen), LowRankUpdates(*factors)
-    experts_mlp_low_rank(rows, weights, DEFAULT_POLICY, None, updates).sum().backward()
+    experts_mlp_fused(rows, weights, updates=updates).sum().backward()
 
 
 def check(compiled: dict[str, Any], *names: str) -> None:
@@ -229,8 +229,6 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     norms = (
         "_rms_norm_kernel",
         "_rms_norm_backward_kernel",
-        "_gated_norm_kernel",
-        "_gated_norm_backward_kernel",
         "_norm_rope_kernel",
         "_norm_rope_backward_kernel",
     )

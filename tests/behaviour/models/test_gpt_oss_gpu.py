@@ -13,10 +13,10 @@ from torch import Tensor
 from fsdmoe.context_parallel.attention import attend_here
 from fsdmoe.context_parallel.blocks import whole_rows
 from fsdmoe.kernels.expert_mlp import experts_mlp
-from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.models import Decoder, preset_config
 from fsdmoe.testing import requires_gpu
+from tests.support.experts_by_products import experts_mlp_grouped
 from tests.support.hf_pairs import randomize
 
 pytestmark = requires_gpu

@@ -18,15 +18,14 @@ from fsdmoe.experts.balance import balance_loss
 from fsdmoe.experts.config import BalanceConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.kernels.expert_autograd import ExpertInputs
-from fsdmoe.kernels.expert_mlp import add_weighted_bias, experts_mlp_reference
+from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.triton import (
     BalanceFactors,
     TopKPolicy,
     balance_triton,
-    experts_mlp_low_rank,
     experts_mlp_triton,
-    low_rank_mlp,
+    low_rank_terms,
     router_topk_triton,
     swiglu_mlp,
 )
@@ -35,6 +34,7 @@ from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
 from fsdmoe.kernels.triton.weight_grad import weight_grad
+from tests.support.experts_by_products import experts_mlp_fused
 from tests.support.kernel_references import router_topk_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -178,10 +178,8 @@ def test_clamped_experts_with_biases_equal_the_definition_in_fp64(recompute: boo
     inputs = (6 * x, weights, gate_up, down, *biases)
 
     def fused(leaves: list[torch.Tensor]) -> torch.Tensor:
-        x, weights, gate_up, down, gate_up_bias, down_bias = leaves
         policy = ExpertPolicy("gpt_oss", recompute=recompute)
-        y = experts_mlp_triton(x, weights, ids, gate_up, down, policy=policy, gate_up_bias=gate_up_bias)
-        return add_weighted_bias(y, Rows(x, weights, ids), down_bias)
+        return experts_mlp_fused(Rows(leaves[0], leaves[1], ids), ExpertWeights(*leaves[2:]), policy)
 
     def defined(leaves: list[torch.Tensor]) -> torch.Tensor:
         policy = ExpertPolicy("gpt_oss")
@@ -205,9 +203,9 @@ def test_low_rank_updates_equal_the_definition_in_fp64(
     """Of frozen weights, and of weights that are trained with them."""
     monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, gathered, TILE, TILE))
     block = 64 if rank > 16 else 16
-    monkeypatch.setattr(low_rank_mlp, "narrow_tile", lambda *_: replace(TILE, n=block))
+    monkeypatch.setattr(low_rank_terms, "narrow_tile", lambda *_: replace(TILE, n=block))
     small = replace(TILE, m=block), replace(TILE, n=block)
-    monkeypatch.setattr(low_rank_mlp, "factor_tiles", lambda *_: small)
+    monkeypatch.setattr(low_rank_terms, "factor_tiles", lambda *_: small)
     x, weights, ids, gate_up, down = draw()
     generator = torch.Generator().manual_seed(3)
     num_experts, two_n, d = gate_up.shape
@@ -224,7 +222,7 @@ def test_low_rank_updates_equal_the_definition_in_fp64(
             functools.partial(computed, function),
             [t.to(dtype).requires_grad_() for t in (x, weights, gate_up, down, *factors)],
         )
-        for function, dtype in ((experts_mlp_low_rank, torch.float32), (experts_mlp_reference, torch.float64))
+        for function, dtype in ((experts_mlp_fused, torch.float32), (experts_mlp_reference, torch.float64))
     )
     for index, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
         error = (ours.double() - exact).norm() / exact.norm()
@@ -232,9 +230,9 @@ def test_low_rank_updates_equal_the_definition_in_fp64(
 
 
 def test_low_rank_updates_of_one_weight_and_of_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank_mlp, "narrow_tile", lambda *_: replace(TILE, n=16))
+    monkeypatch.setattr(low_rank_terms, "narrow_tile", lambda *_: replace(TILE, n=16))
     small = replace(TILE, m=16), replace(TILE, n=16)
-    monkeypatch.setattr(low_rank_mlp, "factor_tiles", lambda *_: small)
+    monkeypatch.setattr(low_rank_terms, "factor_tiles", lambda *_: small)
     torch.manual_seed(4)
     for num_rows, only in ((6, "down"), (0, "gate_up")):
         x, weights, ids, gate_up, down = draw(num_rows)
@@ -246,7 +244,7 @@ def test_low_rank_updates_of_one_weight_and_of_no_rows(monkeypatch: pytest.Monke
             torch.autograd.grad(
                 function(rows, ExpertWeights(gate_up, down), ExpertPolicy(), None, updates).sum(), [x, *pair]
             )
-            for function in (experts_mlp_low_rank, experts_mlp_reference)
+            for function in (experts_mlp_fused, experts_mlp_reference)
         )
         for ours, theirs in zip(found, exact, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -288,7 +286,7 @@ def test_a_bound_that_is_too_small_gives_nan_instead_of_a_partial_sum() -> None:
     x, weights, ids, gate_up, down = draw(num_rows=70, num_experts=2)
     given = ExpertInputs(x, weights, gate_up, down)
     products = FusedProducts(max_rows=16)
-    activated, (_, row_map) = products.gate_up(given, ids, keep=False)
+    activated, (_, row_map, *_) = products.gate_up(given, ids, keep=False)
     y = products.down(given, activated)
     assert y.isnan().all()
     assert row_map.offsets[-2] <= row_map.capacity

@@ -129,7 +129,9 @@ def check_layer(recipe: Recipe, main_dtype: Any, monkeypatch: pytest.MonkeyPatch
         optimizer.zero_grad()
         engine_of(model).begin_forward()
         updates = {"_adamw_kernel", "_adamw_codes_kernel", "_quantize_weight_kernel"}
-        assert updates & set(launched) == {"_adamw_codes_kernel"}
+        # Where a whole matrix has one scale, codes are made once all of it is updated.
+        encoded = [] if codes_of(model).by_tiles else ["_quantize_weight_kernel"]
+        assert [name for name in launched if name in updates] == ["_adamw_codes_kernel", *encoded]
         check(model)
         assert not torch.equal(bits(codes_of(model).plain_EAB), before)
         (group,) = engine_of(model).groups

@@ -92,7 +92,7 @@ def test_the_gated_norm_equals_plain_torch(silu: bool, size: int, launches: list
     wide, weight = torch.randn(3, 70, 2 * size, requires_grad=True), torch.randn(size, requires_grad=True)
     x, gate = wide.unflatten(-1, (2, size)).unbind(-2)  # both are part of a wider row
     assert_same(lambda: gated_norm(x, gate, weight, 1e-6, silu=silu).transpose(0, 1), [wide, weight])
-    assert launches == ["_gated_norm_kernel", "_gated_norm_backward_kernel"]
+    assert launches == ["_rms_norm_kernel", "_rms_norm_backward_kernel"]
 
 
 def test_the_norm_of_nothing_is_nothing() -> None:
