@@ -24,7 +24,17 @@ from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.optim.config import beta2_problems, check_offload, check_torchao
 from fsdmoe.optim.group_config import MUON, GroupConfig
-from fsdmoe.optim.groups import DecayRule, NamedGroup, check_groups, is_matrix, make_groups
+from fsdmoe.optim.groups import (
+    MEMBERS,
+    DecayRule,
+    NamedGroup,
+    check_groups,
+    is_matrix,
+    make_groups,
+    of_most_members,
+    unnamed,
+    without_members,
+)
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, ring_bytes
 from fsdmoe.optim.state_stream import StateStream
 from fsdmoe.optim.update import rounds_weights, update
@@ -117,6 +127,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__([group.for_torch() for group in made], defaults)
         self._engine, self._policy = engine, policy
+        self._names = {param.sharded: param.name for group in engine.groups for param in group.params}
         self._moments: list[GroupMoments] = []
         self._update_ranges: list[list[UpdateRange]] = [[] for _ in self.param_groups]
         self._uneven: set[ParamGroup] = set()
@@ -269,24 +280,44 @@ class AdamW(torch.optim.Optimizer):
         }
         groups = [
             {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
+            | {MEMBERS: self._members(group)}
             for group in self.param_groups
         ]
         return {"state": state, "groups": groups}
+
+    def _members(self, group: dict[str, Any]) -> list[str]:
+        return [self._names[parameter] for parameter in group["params"]]
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Tensors were filled in place; what remains are the settings of the groups."""
         counters = ((moments.group, moments.step) for moments in self._moments)
         self._uneven = {group for group, steps in counters if bool((steps != steps[0]).any())}
-        stored = {group["name"]: group for group in state.get("groups", [])}
-        for group in self.param_groups:
-            for key, value in stored.get(group["name"], {}).items():
-                if key != "params":
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        stored = state.get("groups", [])
+        for number in range(len(self.param_groups)):
+            self._take_settings(number, self._stored_settings(number, stored))
+
+    def _stored_settings(self, number: int, stored: list[dict[str, Any]]) -> dict[str, Any]:
+        """Of the stored group of the same name; of one without a name, of the group that holds most of its
+        parameters."""
+        group = self.param_groups[number]
+        if group["name"] == unnamed(number) and any(MEMBERS in each for each in stored):
+            return of_most_members(number, set(self._members(group)), stored)
+        return without_members(next((each for each in stored if each.get("name") == group["name"]), {}))
+
+    def _take_settings(self, number: int, settings: dict[str, Any]) -> None:
+        group = self.param_groups[number]
+        for key, value in settings.items():
+            if key not in ("params", "name"):
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take another optimizer's ``state_dict()``: tensors of the same layout, or whole ones of the global
-        shape. As in torch, parameters are matched by their order, and the saved settings win."""
+        shape. As in torch, parameters and groups are matched by their order, and the saved settings win.
+
+        Raises:
+            ConfigError: It is of other parameters, or of groups of other sizes.
+        """
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
         missing = [key for key in keys if key not in state_dict["state"]]
@@ -295,10 +326,21 @@ class AdamW(torch.optim.Optimizer):
                 f"optim: expected the state of {len(mine)} parameters, got {len(keys) - len(missing)}; load "
                 "what the same model's optimizer saved"
             )
+        sizes, saved = (
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        )
+        if sizes != saved:
+            raise ConfigError(
+                f"optim: expected groups of {sizes} parameters, got {saved}; load what an optimizer with the "
+                "same groups saved"
+            )
         for key, parameter in zip(keys, mine, strict=True):
             for name, tensor in self.state[parameter].items():
                 tensor.copy_(state_dict["state"][key][name])
-        self.load_checkpoint_state({"groups": state_dict["param_groups"]})
+        self.load_checkpoint_state({})
+        for number, settings in enumerate(state_dict["param_groups"]):
+            self._take_settings(number, settings)
 
 
 @dataclass(frozen=True)
@@ -352,5 +394,5 @@ def _torch_groups(params: Iterable[Any]) -> list[NamedGroup]:
         members = [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
         plain = [member[1] if isinstance(member, tuple) else member for member in members]  # with names
         settings = {key: value for key, value in each.items() if key not in ("params", "name")}
-        made.append(NamedGroup(each.get("name", f"group {number}"), settings, plain))  # type: ignore[arg-type]
+        made.append(NamedGroup(each.get("name", unnamed(number)), settings, plain))  # type: ignore[arg-type]
     return made
