@@ -29,7 +29,6 @@ from fsdmoe.checkpoint.dcp_folder import DCP_METADATA
 from fsdmoe.checkpoint.dcp_names import Rules, apply_rules
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, Shape, StoredTensor, is_scale_history
-from fsdmoe.checkpoint.parts import MEMBERS
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import open_newest, saving
@@ -37,7 +36,7 @@ from fsdmoe.checkpoint.storage import StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import SaveOrder, begin, travelling_errors
 from fsdmoe.optim.group_config import DECAYED, NOT_DECAYED
-from fsdmoe.optim.groups import is_matrix_of
+from fsdmoe.optim.groups import MEMBERS, is_matrix_of
 
 Path = tuple[str | int, ...]
 # A reader takes in a chunk whole, whatever it needs of it.
@@ -145,7 +144,8 @@ def _content(index: Index, reader: RegionReader, policy: DCPExportPolicy) -> _St
 
 
 def _add_optimizer(stock: _Stock, index: Index, reader: RegionReader, policy: DCPExportPolicy) -> None:
-    names: dict[str, bool] = {}
+    names: dict[str, str] = {}
+    matrices: set[str] = set()
     head = tuple(policy.optimizer_key.split("."))
     for full, stored in index.tensors.items():
         section, _, rest = full.partition("/state/")
@@ -155,10 +155,14 @@ def _add_optimizer(stock: _Stock, index: Index, reader: RegionReader, policy: DC
         if kind not in ("step", "exp_avg", "exp_avg_sq"):
             raise CheckpointError(f"{full}: only AdamW's state is written; --only-model leaves the optimizer")
         if kind == "exp_avg":
-            names[renamed] = is_matrix_of(name, len(stored.shape))
+            names[name] = renamed
+            if is_matrix_of(name, len(stored.shape)):
+                matrices.add(name)
         tail = (f"state.{renamed}.{kind}",) if policy.flat_optimizer else ("state", renamed, kind)
         stock.add_tensor((*head, *tail), full, stored, reader)
-    for number, (settings, members) in enumerate(_groups(index.values["optimizer"], names, policy)):
+    groups = _groups(index.values["optimizer"], list(names), matrices, policy)
+    for number, (settings, held) in enumerate(groups):
+        members = [names[name] for name in held]
         for key, value in settings.items():
             if policy.flat_optimizer:
                 for member in members:
@@ -169,10 +173,13 @@ def _add_optimizer(stock: _Stock, index: Index, reader: RegionReader, policy: DC
             stock.add_object((*head, "param_groups", number, "params"), members)
 
 
-def _groups(optimizer: Tree, names: dict[str, bool], policy: DCPExportPolicy) -> list[tuple[Tree, list[str]]]:
-    """Groups of a ``torch.optim.AdamW``: settings and members; ``names`` says which are matrices."""
+def _groups(
+    optimizer: Tree, names: list[str], matrices: set[str], policy: DCPExportPolicy
+) -> list[tuple[Tree, list[str]]]:
+    """Groups of a ``torch.optim.AdamW``: settings, and which of ``names`` are members."""
     blank = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
     defaults = {key: value for key, value in blank.items() if key != "params"}
+    groups = optimizer.get("groups", [])
     stored = [
         {
             **defaults,
@@ -182,19 +189,21 @@ def _groups(optimizer: Tree, names: dict[str, bool], policy: DCPExportPolicy) ->
                 if k not in ("name", MEMBERS)
             },
         }
-        for group in optimizer.get("groups", [])
+        for group in groups
     ]
     if policy.one_group or len(stored) == 1:
-        return [(stored[0] if stored else defaults, list(names))]
-    if [group.get("name") for group in optimizer.get("groups", [])] != [DECAYED, NOT_DECAYED]:
+        return [(stored[0] if stored else defaults, names)]
+    if groups and all(MEMBERS in group for group in groups):
+        known = set(names)
+        held = [[name for name in group[MEMBERS] if name in known] for group in groups]
+    elif [group.get("name") for group in groups] == [DECAYED, NOT_DECAYED]:  # of an early version
+        held = [[name for name in names if (name in matrices) == decayed] for decayed in (True, False)]
+    else:
         raise CheckpointError(
             f"the optimizer has {len(stored)} parameter groups, and the checkpoint does not say which "
             "parameter is in which; pass --one-group, or --only-model"
         )
-    decayed, others = ([n for n, is_matrix in names.items() if is_matrix == w] for w in (True, False))
-    return [
-        (settings, members) for settings, members in zip(stored, (decayed, others), strict=True) if members
-    ]
+    return [(settings, members) for settings, members in zip(stored, held, strict=True) if members]
 
 
 def _renamed(policy: DCPExportPolicy, name: str) -> str:

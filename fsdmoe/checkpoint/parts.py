@@ -31,9 +31,7 @@ from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.fsdp.frozen_codes import CodedUnit, coded_units
 from fsdmoe.fsdp.subclass import inner_tensors, is_subclass
 from fsdmoe.mesh import Axis, Meshes
-
-MEMBERS = "members"
-"""The key of a stored parameter group for the names of its parameters."""
+from fsdmoe.optim.groups import MEMBERS, of_most_members
 
 
 @runtime_checkable
@@ -225,20 +223,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: Tree, models: list[
         )
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
-        for key, value in _stored_group(group, groups, number, names).items():
+        # Those of an early version have no members: the group at the same place is taken.
+        mine = {names.get(id(parameter), "") for parameter in group["params"]}
+        for key, value in of_most_members(number, mine, groups).items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-
-def _stored_group(group: Tree, groups: list[Tree], number: int, names: Mapping[int, str]) -> Tree:
-    """The settings of the stored group that holds most of these parameters; of an early version, which kept
-    no members, those at the same place."""
-    mine = {names.get(id(parameter), "") for parameter in group["params"]}
-    common = [len(mine.intersection(stored.get(MEMBERS, ()))) for stored in groups]
-    same = number if common[number] == max(common) else common.index(max(common))
-    return {key: value for key, value in groups[same].items() if key != MEMBERS}
 
 
 def _plain(value: Any) -> Any:

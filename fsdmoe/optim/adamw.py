@@ -24,7 +24,17 @@ from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.optim.config import beta2_problems, check_offload, check_torchao
 from fsdmoe.optim.group_config import MUON, GroupConfig
-from fsdmoe.optim.groups import DecayRule, NamedGroup, check_groups, is_matrix, make_groups
+from fsdmoe.optim.groups import (
+    MEMBERS,
+    DecayRule,
+    NamedGroup,
+    check_groups,
+    is_matrix,
+    make_groups,
+    of_most_members,
+    unnamed,
+    without_members,
+)
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, ring_bytes
 from fsdmoe.optim.state_stream import StateStream
 from fsdmoe.optim.update import rounds_weights, update
@@ -33,8 +43,6 @@ from fsdmoe.optim.update_ranges import GroupMoments, HostGuard, UpdateRange
 logger = logging.getLogger(__name__)
 
 _REFUSED = ("amsgrad", "maximize", "differentiable")
-_MEMBERS = "members"
-"""The names of a stored group's parameters."""
 _TAKEN = ("foreach", "capturable", "fused")
 """Switches of ``torch.optim.AdamW`` that change no number: steps are fused already."""
 
@@ -119,6 +127,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__([group.for_torch() for group in made], defaults)
         self._engine, self._policy = engine, policy
+        self._names = {param.sharded: param.name for group in engine.groups for param in group.params}
         self._moments: list[GroupMoments] = []
         self._update_ranges: list[list[UpdateRange]] = [[] for _ in self.param_groups]
         self._uneven: set[ParamGroup] = set()
@@ -126,9 +135,8 @@ class AdamW(torch.optim.Optimizer):
         self._mixed: set[ParamGroup] = set()
         """Groups with parameters that another rule updates: a step does not write all of their weights in
         compute precision."""
-        self._name_of = {param.sharded: param.name for group in engine.groups for param in group.params}
         mine = {parameter for group in self.param_groups for parameter in group["params"]}
-        self._steps_all = all(p in mine for p in self._name_of if p.requires_grad)
+        self._steps_all = all(p in mine for p in self._names if p.requires_grad)
         """No other optimizer has parameters of the model."""
         self._stream: StateStream | None = None
         """Through which moments in host memory are stepped; made by the first step."""
@@ -278,54 +286,62 @@ class AdamW(torch.optim.Optimizer):
         }
         groups = [
             {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
-            | {_MEMBERS: self._names(group)}
+            | {MEMBERS: self._members(group)}
             for group in self.param_groups
         ]
         return {"state": state, "groups": groups}
+
+    def _members(self, group: dict[str, Any]) -> list[str]:
+        return [self._names[parameter] for parameter in group["params"]]
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Tensors were filled in place; what remains are the settings of the groups."""
         counters = ((moments.group, moments.step) for moments in self._moments)
         self._uneven = {group for group, steps in counters if bool((steps != steps[0]).any())}
-        groups = state.get("groups", [])
-        for number, group in enumerate(self.param_groups):
-            self._set(group, self._stored_group(number, group, groups))
+        stored = state.get("groups", [])
+        for number in range(len(self.param_groups)):
+            self._take_settings(number, self._stored_settings(number, stored))
 
-    def _stored_group(
-        self, number: int, group: dict[str, Any], stored: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        """The stored group of the same name; where nobody gave it one, the group that held most of these
+    def _stored_settings(self, number: int, stored: list[dict[str, Any]]) -> dict[str, Any]:
+        """Of the stored group of the same name; of one without a name, of the group that holds most of its
         parameters."""
-        same: dict[str, Any] = next((each for each in stored if each["name"] == group["name"]), {})
-        if same and group["name"] != _unnamed(number):
-            return same
-        mine = set(self._names(group))
-        common = [len(mine.intersection(each.get(_MEMBERS, ()))) for each in (same, *stored)]
-        return (same, *stored)[common.index(max(common))]
+        group = self.param_groups[number]
+        if group["name"] == unnamed(number) and any(MEMBERS in each for each in stored):
+            return of_most_members(number, set(self._members(group)), stored)
+        return without_members(next((each for each in stored if each.get("name") == group["name"]), {}))
 
-    def _names(self, group: dict[str, Any]) -> list[str]:
-        return [self._name_of[parameter] for parameter in group["params"]]
-
-    @staticmethod
-    def _set(group: dict[str, Any], stored: dict[str, Any]) -> None:
-        for key, value in stored.items():
-            if key not in ("params", "name", _MEMBERS):
+    def _take_settings(self, number: int, settings: dict[str, Any]) -> None:
+        group = self.param_groups[number]
+        for key, value in settings.items():
+            if key not in ("params", "name"):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take another optimizer's ``state_dict()``: tensors of the same layout, or whole ones of the global
-        shape. As in torch, parameters and groups are matched by their order, and the saved settings win."""
+        shape. As in torch, parameters and groups are matched by their order, and the saved settings win.
+
+        Raises:
+            ConfigError: It is of other parameters, or of groups of other sizes.
+        """
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
         pairs = zip(keys, mine, strict=False)
         held = [(key, self.state[p]) for key, p in pairs if p in self.state]  # what is frozen has no state
         missing = [key for key, _ in held if key not in state_dict["state"]]
-        if len(keys) != len(mine) or missing or len(state_dict["param_groups"]) != len(self.param_groups):
+        if len(keys) != len(mine) or missing:
             raise ConfigError(
-                f"optim: expected the state of {len(mine)} parameters, in "
-                f"{len(self.param_groups)} groups, got {len(keys) - len(missing)} in "
-                f"{len(state_dict['param_groups'])}; load what the same model's optimizer saved"
+                f"optim: expected the state of {len(mine)} parameters, got {len(keys) - len(missing)}; load "
+                "what the same model's optimizer saved"
+            )
+        sizes, saved = (
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        )
+        if sizes != saved:
+            raise ConfigError(
+                f"optim: expected groups of {sizes} parameters, got {saved}; load what an optimizer with the "
+                "same groups saved"
             )
         for stored in state_dict["param_groups"]:
             _refuse_switches({name: stored[name] for name in _REFUSED if name in stored})
@@ -333,8 +349,8 @@ class AdamW(torch.optim.Optimizer):
             for name, tensor in moments.items():
                 tensor.copy_(state_dict["state"][key][name])
         self.load_checkpoint_state({})
-        for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            self._set(group, stored)
+        for number, settings in enumerate(state_dict["param_groups"]):
+            self._take_settings(number, settings)
 
 
 @dataclass(frozen=True)
@@ -379,11 +395,6 @@ def _refuse_model_arguments(groups: Sequence[GroupConfig], decays: DecayRule | N
         )
 
 
-def _unnamed(number: int) -> str:
-    """The name of a group that was given none."""
-    return f"group {number}"
-
-
 def _torch_groups(params: Iterable[Any]) -> list[NamedGroup]:
     """From parameters, or dicts of them, as torch takes them."""
     given = list(params)
@@ -393,5 +404,5 @@ def _torch_groups(params: Iterable[Any]) -> list[NamedGroup]:
         members = [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
         plain = [member[1] if isinstance(member, tuple) else member for member in members]  # with names
         settings = {key: value for key, value in each.items() if key not in ("params", "name")}
-        made.append(NamedGroup(each.get("name", _unnamed(number)), settings, plain))  # type: ignore[arg-type]
+        made.append(NamedGroup(each.get("name", unnamed(number)), settings, plain))  # type: ignore[arg-type]
     return made

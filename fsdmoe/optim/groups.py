@@ -21,6 +21,8 @@ from fsdmoe.core.errors import ConfigError, refuse
 from fsdmoe.core.rules import nearest
 from fsdmoe.optim.group_config import DECAYED, MUON, NOT_DECAYED, SUFFIXES, GroupConfig, group_problems
 
+MEMBERS = "members"
+"""The key of a stored parameter group for the names of its parameters."""
 DecayRule = Callable[[str, torch.Tensor], bool]
 MuonRule = Callable[[str, nn.Parameter, GroupConfig], bool]
 
@@ -46,6 +48,24 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 def is_matrix_of(name: str, num_dims: int) -> bool:
     """The same of a parameter that is not here."""
     return num_dims >= 2 and not name.endswith("bias")
+
+
+def unnamed(number: int) -> str:
+    """What a group is called that has no name of its own."""
+    return f"group {number}"
+
+
+def of_most_members(number: int, mine: set[str], stored: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of the stored group that holds most of these parameters, that at the same place where none
+    holds more."""
+    common = [len(mine.intersection(group.get(MEMBERS, ()))) for group in stored]
+    is_same = number < len(common) and common[number] == max(common)
+    return without_members(stored[number if is_same else common.index(max(common))])
+
+
+def without_members(stored: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a stored group."""
+    return {key: value for key, value in stored.items() if key != MEMBERS}
 
 
 def assign(model: nn.Module, groups: Sequence[GroupConfig]) -> dict[nn.Parameter, GroupConfig]:

@@ -75,6 +75,20 @@ def test_keys_names_and_groups_are_chosen(tmp_path: Path) -> None:
     assert set(everything(tmp_path / "weights")) == {"model", "step"}
 
 
+def test_groups_have_the_members_that_the_optimizer_gave_them(tmp_path: Path) -> None:
+    groups = [
+        {"name": "decayed", "lr": 0.1, "weight_decay": 0.3, "members": ["block.bias"]},
+        {"name": "not decayed", "lr": 0.1, "weight_decay": 0.0, "members": ["frozen.weight"]},
+        {"name": "slow", "lr": 0.01, "weight_decay": 0.0, "members": ["block.weight"]},
+    ]
+    ours(tmp_path / "ours", groups)
+    to_dcp(tmp_path / "ours", tmp_path / "stock")
+    found = everything(tmp_path / "stock")["optim"]["param_groups"]
+    told = [(group["params"], group["lr"], group["weight_decay"]) for group in found]
+    assert told == [(["block.bias"], 0.1, 0.3), (["block.weight"], 0.01, 0.0)]
+    assert not {"name", "members"} & found[0].keys()
+
+
 def test_groups_of_which_the_members_are_not_known_are_refused(tmp_path: Path) -> None:
     ours(tmp_path / "ours", [{"lr": 0.1}, {"lr": 0.2}])
     with pytest.raises(CheckpointError, match="--one-group"):

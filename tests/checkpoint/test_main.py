@@ -103,6 +103,18 @@ def test_diff_names_the_tensors_that_differ(folder: Path, capsys: pytest.Capture
     assert "only in third" in out
 
 
+def test_diff_knows_values_that_are_no_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = [float("nan"), float("inf"), 2.0]
+    for name, last in (("one", 3.0), ("two", 3.0), ("three", 4.0), ("four", lost[0])):
+        checkpoint.save(folder / name, w={"w": torch.tensor([*lost, last])})
+    code, out, _ = run(capsys, "diff", folder / "one", folder / "two")
+    assert (code, "0 tensors differ, 1 are the same" in out) == (0, True)
+    code, out, _ = run(capsys, "diff", folder / "one", folder / "three")
+    assert (code, "25.0% of elements, at most 1 (3.3e-01)" in out) == (1, True)
+    code, out, _ = run(capsys, "diff", folder / "one", folder / "four")
+    assert (code, "25.0% of elements, at most nan" in out) == (1, True)
+
+
 def test_a_long_name_stands_on_one_line_in_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = ".".join(["base_model.model.layers.0.moe.experts"] * 8)
     for number in (1, 2):

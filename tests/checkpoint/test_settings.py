@@ -136,6 +136,39 @@ def test_groups_are_known_by_their_members_in_any_order(tmp_path: Path) -> None:
     assert all("members" not in group for group in resumed.param_groups)
 
 
+def rates_after_a_load(folder: str, groups: tuple[tuple[str, ...], ...]) -> list[float]:
+    """Of ``AdamW``, given as torch takes them, after a load of two groups with a rate each."""
+    policy = FSDPPolicy(precision=PrecisionConfig(param_dtype="float32"))
+
+    def built(members: tuple[tuple[str, ...], ...], rates: tuple[float, ...]) -> tuple[nn.Module, AdamW]:
+        sharded = fully_shard(model(), build_meshes(), policy)
+        named = dict(sharded.named_parameters())
+        chosen = [[named[name] for name in part] for part in members]
+        given = [{"params": part, "lr": lr} for part, lr in zip(chosen, rates, strict=True)]
+        return sharded, AdamW(given)
+
+    checkpoint.save(f"{folder}/ckpt", *built((WEIGHTS, BIASES), (1e-3, 1e-5)))
+    other, resumed = built(groups, (0.5,) * len(groups))
+    checkpoint.load(f"{folder}/ckpt", other, resumed)
+    return [group["lr"] for group in resumed.param_groups]
+
+
+WEIGHTS, BIASES = ("0.weight", "2.weight"), ("0.bias", "2.bias")
+
+
+@pytest.mark.parametrize(
+    ("groups", "rates"),
+    [
+        ((BIASES, WEIGHTS), [1e-5, 1e-3]),
+        ((*((name,) for name in WEIGHTS), BIASES), [1e-3, 1e-3, 1e-5]),
+    ],
+)
+def test_groups_of_ours_without_names_are_known_by_their_members(
+    tmp_path: Path, groups: tuple[tuple[str, ...], ...], rates: list[float]
+) -> None:
+    assert run_ranks(rates_after_a_load, 1, str(tmp_path), groups)[0] == rates
+
+
 def resume_ours(folder: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], bool]:
     """fsdmoe's AdamW: its settings after a load, after torch's load_state_dict, and whether it goes on as one
     whose settings were changed by hand."""

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.core.errors import ConfigError
-from fsdmoe.fsdp import engine_of, fully_shard
+from fsdmoe.fsdp import FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, OptimConfig, clip_grad_norm, grad_norm
+from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.fsdp_parity import Case, relative, run_plain, run_sharded, shard_tiny
 from tests.support.tiny_modules import reference
@@ -249,6 +250,30 @@ def test_the_state_of_parameters_of_which_some_are_frozen_is_taken_back() -> Non
 def test_a_state_with_what_there_is_not_is_refused() -> None:
     with pytest.raises(AssertionError, match="expected amsgrad = False, got True"):
         run_ranks(functools.partial(take_over, amsgrad=True), 1)
+
+
+def load_stock() -> tuple[bool, float, str]:
+    """Whether moments are torch's, the rate, and how groups of other sizes are refused."""
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    stock = torch.optim.AdamW(plain.parameters(), lr=0.25)
+    plain(torch.ones(2, 4)).sum().backward()
+    stock.step()
+    model = fully_shard(plain, build_meshes(), FSDPPolicy(precision=PrecisionConfig(param_dtype="float32")))
+    optimizer = AdamW(list(model.parameters()), lr=1.0)
+    optimizer.load_state_dict(stock.state_dict())
+    taken = [optimizer.state[parameter]["exp_avg"].full_tensor() for parameter in model.parameters()]
+    saved = [state["exp_avg"] for state in stock.state.values()]
+    alike = all(torch.equal(ours, theirs) for ours, theirs in zip(taken, saved, strict=True))
+    with pytest.raises(ConfigError) as refused:
+        AdamW(model).load_state_dict(stock.state_dict())
+    return alike, optimizer.param_groups[0]["lr"], str(refused.value)
+
+
+def test_the_state_of_a_stock_optimizer_is_taken_by_its_order() -> None:
+    ((alike, lr, message),) = run_ranks(load_stock, 1)
+    assert alike
+    assert lr == 0.25
+    assert "expected groups of [2, 2] parameters, got [4]" in message
 
 
 def schedule() -> list[float]:
