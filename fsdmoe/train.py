@@ -118,7 +118,7 @@ class Run:
         if resumed is not None:
             self._take_up(resumed)
         step, is_main = self.progress["step"], trains and dist.get_rank() == 0
-        facts = run_facts(config, meshes, step)
+        facts = run_facts(config, meshes, self.model, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
         resumed_at = None if resumed is None else step
         loaded = self.checkpoints.loaded

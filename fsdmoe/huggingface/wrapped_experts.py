@@ -42,6 +42,9 @@ from fsdmoe.kernels.late_grads import later
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.mesh import Axis, Meshes
 
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+"""What configurations call the number of experts that a token goes to."""
+
 
 class Enforced(Protocol):
     """A block's choice while it replays."""
@@ -320,12 +323,12 @@ def parallel_forward_of(module: nn.Module) -> ParallelForward | None:
 
 
 def top_k_of(model: nn.Module, name: str) -> int:
-    """How many experts a token goes to, as the router next to the experts or the configuration says; it only
-    guides the choice of a dispatcher."""
+    """How many experts a token goes to, as the router next to the experts or the configuration says; it
+    guides the choice of a dispatcher, and says which FLOPs are counted."""
     block = model.get_submodule(name.rpartition(".")[0])
     configs = [getattr(m, "config", None) for m in (block, model)]
     for place, key in [(m, "top_k") for m in (block, *block.children())] + [
-        (config, key) for config in configs for key in ("num_experts_per_tok", "moe_topk", "moe_top_k")
+        (config, key) for config in configs for key in _TOP_K
     ]:
         value = getattr(place, key, None)
         if isinstance(value, int) and value > 0:

@@ -13,7 +13,8 @@ class RunFacts:
     """What does not change from a start of a run to its end."""
 
     flops_per_token: float
-    """Of training, forward and backward (:func:`fsdmoe.models.training_flops_per_token`)."""
+    """Of training, forward and backward (:func:`fsdmoe.models.training_flops_per_token`, where all of
+    a decoder is trained)."""
 
     total_steps: int
     """The number of the last step."""
