@@ -35,7 +35,9 @@ FEWEST_TOKENS = 10_000
 """Of a held-out slice: below, its loss says more about the slice than about the model."""
 
 
-def run_facts(config: Config, meshes: Meshes, model: nn.Module, start_step: int) -> RunFacts:
+def run_facts(
+    config: Config, meshes: Meshes, model: nn.Module, start_step: int, start_tokens: int
+) -> RunFacts:
     """For the observer of ``train.py``. Of pairs of answers the reference makes a forward of its own."""
     cost = token_cost(model, config.model, config.data.seq_len)
     return RunFacts(
@@ -45,6 +47,7 @@ def run_facts(config: Config, meshes: Meshes, model: nn.Module, start_step: int)
         tokens_per_step=config.train.global_batch_size * config.data.seq_len,
         num_ranks=meshes.size(Axis.WORLD),
         start_step=start_step,
+        start_tokens=start_tokens,
         ep=meshes.size(Axis.EP),
         num_experts=config.model.num_experts,
         when_uneven=what_if_uneven(config, meshes.size(Axis.WORLD)),
