@@ -85,7 +85,9 @@ class ParallelForward(ExpertCompute):
         self.down_bias_start = start
         self.counts_load = False
         self.load_E: Tensor | None = None
-        """Where ``counts_load``: rows of this rank's last forward by expert. Recompute finds the same."""
+        """Where ``counts_load``: tokens of this rank's last forward by expert. Recompute finds the same."""
+        self.token_mask_T: Tensor | None = None
+        """Where ``counts_load``: false for padding, which is computed and does not count."""
         self.routing: RoutingContext | None = None
         """What to record or replay; see :mod:`fsdmoe.huggingface.replay`."""
         self.enforced: Enforced | None = None
@@ -111,9 +113,12 @@ class ParallelForward(ExpertCompute):
         if self.routing is not None and self.routing.replay is not None:
             self._follow(rows, self.routing, self.routing.replay)
         if self.counts_load:
-            ids_N = rows.ids_RK.detach().flatten()
-            zeros_E = torch.zeros(self.num_choices, device=ids_N.device)
-            self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
+            ids_RK = rows.ids_RK.detach()
+            zeros_E = torch.zeros(self.num_choices, device=ids_RK.device)
+            counted_RK = torch.ones_like(ids_RK, dtype=zeros_E.dtype)
+            if self.token_mask_T is not None and len(self.token_mask_T) == len(ids_RK):
+                counted_RK *= self.token_mask_T.unsqueeze(1)
+            self.load_E = zeros_E.scatter_add_(0, ids_RK.flatten(), counted_RK.flatten())
         return self._run(rows).view(x.shape)
 
     def _run(self, rows: Rows) -> Tensor:
