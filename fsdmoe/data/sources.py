@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _TOKENS_FORMAT = 2  # of an index of files that were tokenised before
 _CHAT_FORMAT = 4  # of what carries loss in a chat, and of what is said about it
-_PAIR_FORMAT = 1
+_PAIR_FORMAT = 2
 _READABLE = 1  # of what counts as a record that can be read
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 23
