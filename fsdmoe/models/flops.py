@@ -66,9 +66,11 @@ def forward_flops_per_token(model: ModelConfig, seq_len: int) -> FlopsPerToken:
     )
 
 
-def training_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Model FLOPs of one token in training: forward and backward."""
-    return BACKWARD_AND_FORWARD * forward_flops_per_token(model, seq_len).total
+def training_flops_per_token(model: ModelConfig, seq_len: int, *, frozen: bool = False) -> float:
+    """Model FLOPs of one token in training: forward and backward. ``frozen``: matrices have no gradients."""
+    forward = forward_flops_per_token(model, seq_len)
+    spared = forward.total - forward.attention if frozen else 0.0
+    return BACKWARD_AND_FORWARD * forward.total - spared
 
 
 def num_parameters(model: ModelConfig) -> int:
