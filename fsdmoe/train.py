@@ -105,8 +105,7 @@ class Run:
         )
         self.moe_layers = [f"layer {number}" for number in self.decoder.moe_layers()]
         self.max_norm = config.optim.grad_clip or math.inf
-        self.tokens_per_step = train.global_batch_size * config.data.seq_len
-        self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
+        self.scaler = config.precision.build_scaler(num_tokens=train.global_batch_size * config.data.seq_len)
         self.micro_batches = build_micro_batches(self.model, self.decoder, self.scaler, train, trains=trains)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         with progress_line("loading a checkpoint, taking memory for the next ones"):
@@ -118,7 +117,7 @@ class Run:
         if resumed is not None:
             self._take_up(resumed)
         step, is_main = self.progress["step"], trains and dist.get_rank() == 0
-        facts = run_facts(config, meshes, step)
+        facts = run_facts(config, meshes, self.model, step, self.progress["tokens"])
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
         resumed_at = None if resumed is None else step
         loaded = self.checkpoints.loaded
@@ -178,7 +177,7 @@ class Run:
         self.meshes.add_up(loss, Axis.LOSS)
         self.meshes.add_up(loads_LE, Axis.WORLD)
         # The step's one wait for the device.
-        loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
+        loss_value, norm_value, num_tokens = torch.stack((loss, norm.total, counts.tokens)).tolist()
         is_finite = math.isfinite(loss_value + norm_value)
         asked_again = [duty.must_repeat(is_finite) for duty in self.duties]  # all of them: it is collective
         if any(asked_again):
@@ -204,7 +203,7 @@ class Run:
         progress["skipped"] += not is_taken
         in_a_row = progress["skipped_in_a_row"] + (not self.scaler.fell)
         progress["skipped_in_a_row"] = 0 if is_taken else in_a_row
-        progress["tokens"] += self.tokens_per_step
+        progress["tokens"] += round(num_tokens)  # without padding
         is_logged = self.observer.wants(progress["step"])
         figures: dict[str, Any] = {}
         for duty in self.duties:
@@ -298,7 +297,7 @@ class Run:
         self.health.gone_back()
         self._take_up(loaded)
         self.progress["skipped_in_a_row"] = 0
-        self.observer.go_back(self.progress["step"])
+        self.observer.go_back(self.progress["step"], self.progress["tokens"])
         self._note_event("rollback", step=self.progress["step"])
         return True
 

@@ -57,13 +57,20 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
         values["hf"] = None  # so that what is wrong elsewhere is reported too
         return
     stated = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | fields
+    earlier = _printed_earlier(fields) if values.keys() >= _PRINTED else {}
     for key in [key for key in values if key in stated and key not in ("hf", "random_weights")]:
         written = None if values[key] == "none" else values[key]
-        if not _says_the_same(written, stated[key]):
+        if not _says_the_same(written, stated[key]) and written not in earlier.get(key, ()):
             problems.append(
                 f"model.{key}: the folder of model.hf means {stated[key]!r}, got {written!r}; drop the key"
             )
     values.update(fields)
+
+
+def _printed_earlier(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What earlier versions printed of families whose own names for it they did not read."""
+    unread = {"num_experts": (1,), "num_experts_per_tok": (1,), "n_shared_experts": (0,)}
+    return unread | {"first_k_dense_replace": (0, fields["num_hidden_layers"])}
 
 
 def _require_no_file(hf: Any) -> None:

@@ -210,9 +210,9 @@ def _content(message: Message) -> str | None:
 
 
 def _shared_beginning(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """A pair without a prompt: the messages that both begin with, and what is left of each."""
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
+    """A pair without a prompt: the messages or the text that both begin with, and what is left of each."""
+    if not any(isinstance(chosen, kind) and isinstance(rejected, kind) for kind in (list, str)):
         return ("", chosen, rejected) if isinstance(chosen, str) else ([], chosen, rejected)
-    most = min(len(chosen), len(rejected)) - 1  # what differs is an answer, if only in its last message
+    most = min(len(chosen), len(rejected)) - 1  # what differs is an answer, if only in its end
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), max(most, 0))
     return chosen[:shared], chosen[shared:], rejected[shared:]

@@ -129,6 +129,7 @@ class _ChunkFeed:
         self._order = order
         self._chunks = [p.chunks for p in progress]
         self._tokens = [p.tokens for p in progress]
+        self._earlier = [p.earlier for p in progress]
         shares = [weight / sum(order.weights) for weight in order.weights]
         chunks_per_token = sum(s / t.mean_tokens for s, t in zip(shares, order.tables, strict=True))
         self._tokens_at_once = max(int(_CHUNKS_AT_ONCE / chunks_per_token), 1)
@@ -136,7 +137,8 @@ class _ChunkFeed:
 
     @property
     def progress(self) -> tuple[Progress, ...]:
-        return tuple(Progress(*counters) for counters in zip(self._chunks, self._tokens, strict=True))
+        columns = (self._chunks, self._tokens, self._earlier)
+        return tuple(Progress(*counters) for counters in zip(*columns, strict=True))
 
     def take(self) -> Cursor:
         if not self._waiting:

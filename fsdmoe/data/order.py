@@ -36,6 +36,8 @@ class Progress:
     """Place in the source's endless list, epochs included: chunks drawn or passed over."""
     tokens: int = 0
     """Tokens of the chunks drawn: the source's clock in the mixture."""
+    earlier: int = 0
+    """Tokens drawn before the clocks began anew, under another mixture."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     {"version": 2, "steps": 120,
      "order": {"seed": 7, "shuffle": true, "piece_len": 16384, "cursors": 64},
      "holdout": 0.01,
-     "sources": [{"name": "web", "fingerprint": "...", "weight": 0.7, "chunks": 5210, "tokens": 190412}, ...],
+     "sources": [{"name": "web", "fingerprint": "...", "weight": 0.7, "chunks": 5210, "tokens": 190412,
+                  "earlier": 0}, ...],
      "open": [[0, 5101, 812], null, ...],    a cursor each: source, place in its endless list, next token
      "next_cursor": 17}
 
@@ -55,7 +56,7 @@ def to_dict(position: Position, description: Description, steps: int) -> dict[st
     """A position with what it was measured against."""
     columns = (description.names, description.fingerprints, description.weights, position.progress)
     sources = [
-        {"name": name, "fingerprint": content, "weight": weight, "chunks": p.chunks, "tokens": p.tokens}
+        {"name": name, "fingerprint": content, "weight": weight, **asdict(p)}
         for name, content, weight, p in zip(*columns, strict=True)
     ]
     return {
@@ -147,10 +148,7 @@ def from_dict(state: dict[str, Any], description: Description, order: ChunkOrder
     old = state["sources"]
     matches = _match([source["fingerprint"] for source in old], list(description.fingerprints))
     same = matches == list(range(len(old))) and [s["weight"] for s in old] == list(description.weights)
-    progress = tuple(
-        Progress() if i is None else Progress(int(old[i]["chunks"]), int(old[i]["tokens"]) if same else 0)
-        for i in matches
-    )
+    progress = tuple(Progress() if i is None else _progress(old[i], same_clock=same) for i in matches)
     cursors = tuple(
         open_cursor(order, matches.index(entry[0]), int(entry[1]), int(entry[2]))
         if entry is not None and entry[0] in matches
@@ -158,6 +156,12 @@ def from_dict(state: dict[str, Any], description: Description, order: ChunkOrder
         for entry in state["open"]
     )
     return Position(progress, cursors, int(state["next_cursor"]))
+
+
+def _progress(source: dict[str, Any], *, same_clock: bool) -> Progress:
+    """That of a saved source. What was drawn by an earlier clock counts as read."""
+    chunks, tokens, earlier = (int(source.get(key, 0)) for key in ("chunks", "tokens", "earlier"))
+    return Progress(chunks, tokens, earlier) if same_clock else Progress(chunks, 0, earlier + tokens)
 
 
 def _match(before: list[str], after: list[str]) -> list[int | None]:

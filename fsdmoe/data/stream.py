@@ -122,7 +122,7 @@ class DataStream:
 
     def sources(self) -> list[SourceFacts]:
         """Every source of the mixture, and how far all ranks together have read it."""
-        read = [progress.tokens for progress in self._position.progress]
+        read = [progress.earlier + progress.tokens for progress in self._position.progress]
         for cursor in self._position.cursors:
             if cursor is not None:  # a document that was begun counts as far as it was read
                 read[cursor.source] -= cursor.stop - cursor.offset

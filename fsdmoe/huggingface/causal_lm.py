@@ -113,6 +113,11 @@ class WrappedCausalLM:
         token_mask_BS = None if routing is None else routing.token_mask_T
         if self._policies is not None or (routing is not None and routing.replay is not None):
             routing = pieces.describe(routing or RoutingContext(), counts.tokens)
+        own_mask_T = None
+        if self._policies is None and (token_mask_BS is not None or split is not None):
+            own_mask_T = pieces.describe(RoutingContext(token_mask_T=token_mask_BS), None).token_mask_T
+        for forward in self._experts.values():
+            forward.token_mask_T = own_mask_T
         targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
         packed = document_ids_BS is not None
         with self._routing_by(routing), self._rotary.following(lengths_BL), _masks(packed=packed):

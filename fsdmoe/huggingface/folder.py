@@ -39,10 +39,13 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
     config = read_hf_config(folder)
 
     def first(*names: str, default: Any = None) -> Any:
-        return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
+        return next((v for n in names if (v := _read(config, n)) is not None), default)
 
     layers, heads = first("num_hidden_layers"), first("num_attention_heads")
-    num_experts = first("num_experts", "n_routed_experts", "num_local_experts", default=0)
+    num_experts = first("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", default=0)
+    top_k = first("num_experts_per_tok", "moe_topk", "top_k_experts", default=1)
+    shared = first("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0)
+    shared_width = first("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     width = first("moe_intermediate_size", "intermediate_size", default=1)
     if None in (layers, heads, first("vocab_size"), first("hidden_size")):
         raise ConfigError(
@@ -61,9 +64,8 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
         "first_k_dense_replace": _num_dense_layers(config, layers) if num_experts else layers,
         "moe_intermediate_size": width,
         "num_experts": num_experts or 1,
-        "num_experts_per_tok": first("num_experts_per_tok", default=1) if num_experts else 1,
-        "n_shared_experts": first("n_shared_experts", default=0)
-        or first("shared_expert_intermediate_size", default=0) // width,
+        "num_experts_per_tok": top_k if num_experts else 1,
+        "n_shared_experts": shared or shared_width // width,
         "tie_word_embeddings": bool(first("tie_word_embeddings", default=False)),
     }
     if config.model_type == "gpt_oss":
@@ -98,6 +100,14 @@ def hf_limits(folder: str | os.PathLike[str], seq_len: int, fixes: Sequence[str]
     return attention_limits(read_hf_config(folder), seq_len, fixes)
 
 
+def _read(config: Any, name: str) -> Any:
+    """A key of a configuration, None where it has none; of one that says it by layer, that of the first."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to give one for all (Gemma-4's heads)
+        return getattr(config.per_layer_config[0], name, None)
+
+
 def _nearest(kind: str, *, is_mla: bool) -> Architecture:
     """The family of ours whose shapes are most like it."""
     if is_mla:
@@ -106,9 +116,25 @@ def _nearest(kind: str, *, is_mla: bool) -> Architecture:
 
 
 def _num_dense_layers(config: Any, num_layers: int) -> int:
-    first = getattr(config, "first_k_dense_replace", None)
-    if first is not None:
+    """Layers without experts, by what families call them."""
+
+    def told(name: str, default: Any = None) -> Any:
+        value = getattr(config, name, None)
+        return default if value is None else value
+
+    kinds = told("mlp_layer_types", told("layer_types", []))
+    if any(kind in ("sparse", "moe", "hash_moe") for kind in kinds):
+        return num_layers - sum(kind in ("sparse", "moe", "hash_moe") for kind in kinds)
+    if (first := told("first_k_dense_replace", told("num_dense_layers"))) is not None:
         return int(first)
-    alone = getattr(config, "mlp_only_layers", None) or []
-    step = getattr(config, "decoder_sparse_step", None) or 1
-    return sum(index in alone or (index + 1) % step != 0 for index in range(num_layers))
+    if (chosen := told("moe_layers")) is not None:  # Llama-4
+        return num_layers - len(chosen)
+    if (period := told("expert_layer_period")) is not None:  # Jamba
+        return sum(index % period != told("expert_layer_offset", 0) for index in range(num_layers))
+    alone = told("mlp_only_layers", [])
+    step = told("decoder_sparse_step", told("moe_layer_interval", 1))
+    begin, end = told("moe_layer_start_index", 0), told("moe_layer_end_index", num_layers - 1)  # ERNIE
+    inside = range(begin, (end if end >= 0 else num_layers - 1) + 1)
+    return sum(
+        index in alone or (index + 1) % step != 0 or index not in inside for index in range(num_layers)
+    )

@@ -43,6 +43,9 @@ from fsdmoe.kernels.late_grads import later
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.mesh import Axis, Meshes
 
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+"""What configurations call the number of experts that a token goes to."""
+
 
 class Enforced(Protocol):
     """A block's choice while it replays."""
@@ -83,7 +86,9 @@ class ParallelForward(ExpertCompute):
         self.down_bias_start = start
         self.counts_load = False
         self.load_E: Tensor | None = None
-        """Where ``counts_load``: rows of this rank's last forward by expert. Recompute finds the same."""
+        """Where ``counts_load``: tokens of this rank's last forward by expert. Recompute finds the same."""
+        self.token_mask_T: Tensor | None = None
+        """Where ``counts_load``: false for padding, which is computed and does not count."""
         self.routing: RoutingContext | None = None
         """What to record or replay in a forward; see :mod:`fsdmoe.huggingface.replay`."""
         self.routing_again: RoutingContext | None = None
@@ -112,9 +117,12 @@ class ParallelForward(ExpertCompute):
         if routing is not None and routing.replay is not None:
             self._follow(rows, routing, routing.replay)
         if self.counts_load:
-            ids_N = rows.ids_RK.detach().flatten()
-            zeros_E = torch.zeros(self.num_choices, device=ids_N.device)
-            self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
+            ids_RK = rows.ids_RK.detach()
+            zeros_E = torch.zeros(self.num_choices, device=ids_RK.device)
+            counted_RK = torch.ones_like(ids_RK, dtype=zeros_E.dtype)
+            if self.token_mask_T is not None and len(self.token_mask_T) == len(ids_RK):
+                counted_RK *= self.token_mask_T.unsqueeze(1)
+            self.load_E = zeros_E.scatter_add_(0, ids_RK.flatten(), counted_RK.flatten())
         return self._run(rows).view(x.shape)
 
     def _run(self, rows: Rows) -> Tensor:
@@ -330,12 +338,12 @@ def parallel_forward_of(module: nn.Module) -> ParallelForward | None:
 
 
 def top_k_of(model: nn.Module, name: str) -> int:
-    """How many experts a token goes to, as the router next to the experts or the configuration says; it only
-    guides the choice of a dispatcher."""
+    """How many experts a token goes to, as the router next to the experts or the configuration says; it
+    guides the choice of a dispatcher, and says which FLOPs are counted."""
     block = model.get_submodule(name.rpartition(".")[0])
     configs = [getattr(m, "config", None) for m in (block, model)]
     for place, key in [(m, "top_k") for m in (block, *block.children())] + [
-        (config, key) for config in configs for key in ("num_experts_per_tok", "moe_topk", "moe_top_k")
+        (config, key) for config in configs for key in _TOP_K
     ]:
         value = getattr(place, key, None)
         if isinstance(value, int) and value > 0:

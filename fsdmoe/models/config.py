@@ -38,7 +38,7 @@ class ModelConfig:
     for trying a configuration and for timing it."""
     architecture: Architecture = "qwen3_moe"
     """Family: decides attention (GQA with or without QK-norm or sinks, or MLA), routing and the experts'
-    activation. With hf, the nearest of these, for plans and FLOPs."""
+    activation. With hf, the nearest of these, for plans."""
     vocab_size: int = 264
     """Rows of the embedding and of the head."""
     hidden_size: int = 256

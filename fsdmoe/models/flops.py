@@ -55,8 +55,8 @@ def forward_flops_per_token(model: ModelConfig, seq_len: int) -> FlopsPerToken:
     shared = model.n_shared_experts * model.moe_intermediate_size
     return FlopsPerToken(
         projections=layers * 2.0 * _projection_params(model),
-        attention=(layers - windows) * _attention_flops(model, seq_len, None)
-        + windows * _attention_flops(model, seq_len, model.sliding_window),
+        attention=(layers - windows) * attention_flops(model, seq_len, None)
+        + windows * attention_flops(model, seq_len, model.sliding_window),
         dense_mlp=(layers - moe_layers) * float(mlp * model.intermediate_size),
         router=moe_layers * 2.0 * hidden * model.num_experts,
         experts=moe_layers * float(routed * model.num_experts_per_tok + 4 * hidden * latent),
@@ -66,9 +66,11 @@ def forward_flops_per_token(model: ModelConfig, seq_len: int) -> FlopsPerToken:
     )
 
 
-def training_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Model FLOPs of one token in training: forward and backward."""
-    return BACKWARD_AND_FORWARD * forward_flops_per_token(model, seq_len).total
+def training_flops_per_token(model: ModelConfig, seq_len: int, *, frozen: bool = False) -> float:
+    """Model FLOPs of one token in training: forward and backward. ``frozen``: matrices have no gradients."""
+    forward = forward_flops_per_token(model, seq_len)
+    spared = forward.total - forward.attention if frozen else 0.0
+    return BACKWARD_AND_FORWARD * forward.total - spared
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -105,7 +107,8 @@ def _projection_params(model: ModelConfig) -> int:
     return query + key_value + heads * model.v_head_dim * hidden
 
 
-def _attention_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
+def attention_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
+    """Forward FLOPs of a token in the attention of one layer, its projections aside."""
     dims = 2 * model.head_dim
     if model.is_mla:
         dims = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim

@@ -116,11 +116,12 @@ class Observer:
             self._main.close_what_is_elsewhere("failed")
             self._main = None
 
-    def go_back(self, step: int) -> None:
-        """The run continues after ``step``, which was earlier: what was recorded since is dropped."""
-        self._facts = replace(self._facts, start_step=step)
+    def go_back(self, step: int, tokens: int | None = None) -> None:
+        """The run continues after ``step``, which was earlier, and so many tokens: what was recorded since is
+        dropped."""
+        self._facts = replace(self._facts, start_step=step, start_tokens=tokens)
         if self._main is not None:
-            facts = replace(self._main.facts, start_step=step)
+            facts = replace(self._main.facts, start_step=step, start_tokens=tokens)
             self._main.close_files("went back")
             self._main = _MainRank(self._config, self._folder, facts)
 
@@ -175,7 +176,7 @@ class _MainRank:
         self._pace.add(self._begin, facts.start_step)
         # What the row before this one ended with; a row tells of everything since.
         self._row_step, self._row_seconds = facts.start_step, 0.0
-        self._row_tokens: int | None = None
+        self._row_tokens = facts.start_tokens
         self._row_skipped = self._history.skipped
         self._unlogged: StepRecord | None = None
         """The last step, where it has no row yet: the end of the run writes one."""
@@ -221,7 +222,7 @@ class _MainRank:
                 self.screen.note(line)
 
     def _make_row(self, record: StepRecord, loads: Mapping[str, Tensor]) -> Row:
-        if self._row_tokens is None:  # the first row of this start: the tokens before it are unknown
+        if self._row_tokens is None:  # the first row of this start, in a loop that does not say
             tokens = (record.step - self._row_step) * self.facts.tokens_per_step
         else:
             tokens = record.tokens - self._row_tokens

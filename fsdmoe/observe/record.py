@@ -13,13 +13,14 @@ class RunFacts:
     """What does not change from a start of a run to its end."""
 
     flops_per_token: float
-    """Of training, forward and backward (:func:`fsdmoe.models.training_flops_per_token`)."""
+    """Of training, forward and backward (:func:`fsdmoe.models.training_flops_per_token`, where all of
+    a decoder is trained)."""
 
     total_steps: int
     """The number of the last step."""
 
     tokens_per_step: int
-    """Over all ranks and micro-batches."""
+    """Over all ranks and micro-batches, with what is padding."""
 
     num_ranks: int
     """Devices that share the work."""
@@ -29,6 +30,9 @@ class RunFacts:
 
     start_step: int = 0
     """Steps that were done before this start."""
+
+    start_tokens: int | None = None
+    """Tokens of these, as records count them; none: rows up to the first record are taken for full."""
 
     ep: int = 1
     """Ranks that experts are split over."""
@@ -56,7 +60,7 @@ class StepRecord:
     """Number of this step, from 1: the number of steps done once it is over."""
 
     tokens: int
-    """Tokens trained on since the beginning of the run, all ranks, this step included."""
+    """Tokens trained on since the beginning of the run, all ranks, this step included; padding is none."""
 
     loss: float
     """Training loss of this step over all ranks; not a number when the step was skipped for it."""

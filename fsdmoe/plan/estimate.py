@@ -104,6 +104,8 @@ def estimate(
         gpu=gpu,
         tokens_per_step=job.tokens_per_step,
         num_ranks=setting.degrees.world_size,
-        flops_per_token=training_flops_per_token(job.model, job.seq_len),
+        flops_per_token=training_flops_per_token(
+            job.model, job.seq_len, frozen=job.has_adapters and job.adapter.freeze_base
+        ),
         precision=setting.precision,
     )

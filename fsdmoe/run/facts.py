@@ -17,12 +17,12 @@ from fsdmoe.data.stream import SourceFacts
 from fsdmoe.fsdp import engine_of
 from fsdmoe.kernels.architecture import architecture
 from fsdmoe.mesh import Axis, Degrees, Meshes
-from fsdmoe.models.flops import idle_expert_params, training_flops_per_token
 from fsdmoe.observe import RunFacts
 from fsdmoe.observe.busy_ranks import UNEVEN
 from fsdmoe.observe.devices import GIB, device_name
 from fsdmoe.observe.text import short
 from fsdmoe.optim import count_state
+from fsdmoe.parallel.token_cost import token_cost
 from fsdmoe.plan import Job, Setting
 from fsdmoe.plan.hardware import NEVER_RAN
 from fsdmoe.plan.memory import offloaded_bytes, step_bytes
@@ -35,15 +35,19 @@ FEWEST_TOKENS = 10_000
 """Of a held-out slice: below, its loss says more about the slice than about the model."""
 
 
-def run_facts(config: Config, meshes: Meshes, start_step: int) -> RunFacts:
-    """For the observer of ``train.py``."""
+def run_facts(
+    config: Config, meshes: Meshes, model: nn.Module, start_step: int, start_tokens: int
+) -> RunFacts:
+    """For the observer of ``train.py``. Of pairs of answers the reference makes a forward of its own."""
+    cost = token_cost(model, config.model, config.data.seq_len)
     return RunFacts(
-        flops_per_token=training_flops_per_token(config.model, config.data.seq_len),
+        flops_per_token=cost.training_flops + config.data.has_pairs * cost.forward_flops,
         device=meshes.device,
         total_steps=config.train.steps,
         tokens_per_step=config.train.global_batch_size * config.data.seq_len,
         num_ranks=meshes.size(Axis.WORLD),
         start_step=start_step,
+        start_tokens=start_tokens,
         ep=meshes.size(Axis.EP),
         num_experts=config.model.num_experts,
         when_uneven=what_if_uneven(config, meshes.size(Axis.WORLD)),
@@ -82,13 +86,12 @@ def start_card(
     """Name -> text of the lines of the card. ``resumed_at`` is the step of the checkpoint that was loaded;
     None where there was none; ``loaded`` its name. ``decisions``: what was decided for keys that are no
     longer open here."""
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     graphs = {} if config.train.graphs == "none" else {"graphs": graphs_text(config, meshes.size(Axis.WORLD))}
     adapters = {"adapters": adapters_text(config, model)} if config.adapter.is_on else {}
     taken = decided(config, meshes) | dict(decisions or {})
     balance = {"balance": balance_text(config, model)} if config.model.num_moe_layers else {}
     return {
-        "model": _model_text(config, num_parameters),
+        "model": _model_text(config, model),
         "weights": _weights_text(config, resumed_at, loaded),
         **adapters,
         **balance,
@@ -200,9 +203,10 @@ def _own_auxiliary_loss(config: Any) -> str:
     return found[0] if found and getattr(config, "output_router_logits", False) else ""
 
 
-def _model_text(config: Config, num_parameters: int) -> str:
+def _model_text(config: Config, built: nn.Module) -> str:
     model = config.model
-    active = num_parameters - idle_expert_params(model)
+    num_parameters = sum(parameter.numel() for parameter in built.parameters())
+    active = token_cost(built, model, config.data.seq_len).active_params
     text = f"{model.hf or model.preset}: {short(num_parameters)} parameters, {short(active)} active a token; "
     text += counted(model.num_hidden_layers, "layer")
     if model.num_moe_layers:

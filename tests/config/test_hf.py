@@ -9,6 +9,7 @@ import pytest
 from fsdmoe.config import load_config, to_toml
 from fsdmoe.testing import requires_transformers
 from tests.support.hf_tiny import tiny_hf
+from tests.support.moe_families import tiny_config
 
 pytestmark = requires_transformers
 
@@ -162,3 +163,16 @@ def test_a_printed_configuration_of_a_folder_reads_back(folder: Path) -> None:
     for written in (printed, printed.replace("[model]", '[model]\npreset = "quickstart"')):
         (folder / "printed.toml").write_text(written)
         assert load_config(["--config", str(folder / "printed.toml")]).config == config
+
+
+def test_what_an_earlier_version_printed_of_a_family_with_names_of_its_own_reads_back(folder: Path) -> None:
+    """It read neither ERNIE's dense layers nor its shared experts; a hand-written key is still wrong."""
+    config = tiny_config("ernie4_5_moe", vocab_size=264)
+    config.save_pretrained(folder / "hf")
+    found = load_config(arguments(folder, *text(folder))).config
+    assert (found.model.num_moe_layers, found.model.n_shared_experts) == (1, 1)
+    printed = to_toml(found).replace("first_k_dense_replace = 1", "first_k_dense_replace = 0")
+    (folder / "printed.toml").write_text(printed.replace("n_shared_experts = 1", "n_shared_experts = 0"))
+    assert load_config(["--config", str(folder / "printed.toml")]).config == found
+    with pytest.raises(SystemExit):
+        load_config(arguments(folder, *text(folder), "--model.first_k_dense_replace", "0"))

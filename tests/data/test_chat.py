@@ -85,6 +85,8 @@ def test_a_preference_without_a_prompt_has_what_both_answers_begin_with() -> Non
     assert found == parsed("preference", prompt=TALK[:2], chosen=TALK[2:3], rejected=other[2:])
     assert isinstance(found, Preference)
     assert [answer.num_context for answer in found] == [2, 2]  # type: ignore[union-attr]
+    texts = parsed("preference", chosen="Q: 1 + 1? A: 2", rejected="Q: 1 + 1? A: 11")
+    assert texts == Preference(Completion("Q: 1 + 1? A: ", "2"), Completion("Q: 1 + 1? A: ", "11"))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -146,11 +148,16 @@ def test_completions_are_learnt_with_their_end(tmp_path: Path) -> None:
 
 
 @requires_transformers
-def test_a_pair_is_a_row_of_two_documents_with_loss_on_the_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "record", [{"prompt": "a", "chosen": "bb", "rejected": "c"}, {"chosen": "abb", "rejected": "ac"}]
+)
+def test_a_pair_is_a_row_of_two_documents_with_loss_on_the_answers(
+    tmp_path: Path, record: dict[str, str]
+) -> None:
     config = section(
         tmp_path,
         "preference",
-        [{"prompt": "a", "chosen": "bb", "rejected": "c"}],
+        [record],
         pack=False,
         seq_len=9,
         holdout=0.0,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdmoe import checkpoint
@@ -15,10 +16,13 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.core.errors import ConfigError
+from fsdmoe.data import Batch
+from fsdmoe.data.origin import NO_DOCUMENT, Origin
+from fsdmoe.feed import Feed
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.folder import hf_fields
 from fsdmoe.huggingface.transformers_api import build_hf_model
-from fsdmoe.mesh import build_meshes
+from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.models import ModelConfig, StepCounts
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.flops import forward_flops_per_token
@@ -137,6 +141,37 @@ def test_a_model_built_from_a_folder_loads_and_counts_its_experts_loads(tmp_path
     )
     for got in run_ranks(loads_of, 2, str(tmp_path), 2):
         assert torch.equal(got, expected.float())
+
+
+def padded_loads(hf: str, mesh: MeshConfig) -> tuple[torch.Tensor, float]:
+    """Of two rows of a document and padding, as a run has them, over all ranks; and the step's tokens."""
+    meshes = build_meshes(mesh)
+    model = parallelize(
+        build_hf_model(hf), meshes, ParallelPolicy(precision=PrecisionConfig(param_dtype="float32")), load=hf
+    )
+    feed = Feed(meshes, own_attention=True, dtype=torch.float32)
+    tokens_BS = batch(0, 0, length=16)[:1].repeat(2, 1)
+    is_token_BS = torch.arange(16) < torch.tensor([[6], [12]])
+    number_BS = torch.where(is_token_BS, torch.arange(2)[:, None], NO_DOCUMENT)
+    rows = Batch(
+        tokens_BS.where(is_token_BS, 0), tokens_BS.roll(-1, 1), torch.arange(16).expand(2, 16),
+        (~is_token_BS).long(), is_token_BS, Origin(("a/0", "a/1"), number_BS, torch.arange(16).expand(2, 16)),
+    )  # fmt: skip
+    lm = as_causal_lm(model)
+    given = feed.inputs(feed.prepare([rows]))
+    counts = feed.count(lm, given)
+    loads_LE = lm(**given[0], counts=counts, routing=feed.routing(given[0])).loads_LE
+    dist.all_reduce(loads_LE)
+    return loads_LE, counts.tokens.item()
+
+
+def test_loads_count_no_padding_on_any_layout(tmp_path: Path) -> None:
+    tiny_hf("qwen3_moe").save_pretrained(tmp_path)  # type: ignore[operator]
+    alone, num_tokens = run_ranks(padded_loads, 1, str(tmp_path), MeshConfig())[0]
+    assert num_tokens == 18
+    assert alone.sum(1).tolist() == [2 * 18, 2 * 18]
+    for mesh in (MeshConfig(cp=2), MeshConfig(tp=2, ep=2)):
+        torch.testing.assert_close(run_ranks(padded_loads, 2, str(tmp_path), mesh)[0][0], alone)
 
 
 def run_then_load(hf: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.config import Config, build_config
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.plan import GPUS, Job, Setting, estimate
 
@@ -46,6 +47,23 @@ def test_a_row_of_the_table_fits_without_a_pipeline(name: str) -> None:
     found = config.precision.recipe, config.data.seq_len, config.train.global_batch_size
     assert found == (recipe, seq_len, batch)
     assert estimate(Job.of(config), Setting.of(config, num_gpus), GPUS[gpu]).fits
+
+
+def test_a_plan_of_adapters_counts_no_gradients_of_frozen_weights() -> None:
+    config = configured("qwen3-235b-a22b-256xh100-bf16", 256)
+    setting, trained = Setting.of(config, 256), Job.of(config)
+    known = estimate(trained, setting, GPUS["h100"])
+    plans = {
+        freezes: estimate(
+            replace(trained, has_adapters=True, adapter=AdapterConfig(rank=8, freeze_base=freezes)),
+            setting,
+            GPUS["h100"],
+            memory=known.memory,
+        ).flops_per_token
+        for freezes in (False, True)
+    }
+    assert plans[False] == known.flops_per_token
+    assert 0.66 < plans[True] / plans[False] < 0.75
 
 
 def test_the_wall_follows_what_is_short() -> None:

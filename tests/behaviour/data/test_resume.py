@@ -274,6 +274,12 @@ def test_on_request_a_changed_data_set_goes_on_where_each_source_stood(change, c
     }.get(change, "source0, source1 at the saved position")
     assert message.endswith(f"it goes on with {places}")
     assert expected in capsys.readouterr().err
+    read, before = (
+        {s.fingerprint: f.tokens_read for s, f in zip(each.stores, each.sources(), strict=True)}
+        for each in (other, stream)
+    )
+    # What was left of a document that is held out by now counts as read.
+    assert read == pytest.approx({content: before.get(content, 0) for content in read}, abs=4)
     again = set(tokens_of(take_steps([other], 1)))
     if change != "another content":  # there the tokens of the changed source are new ones under old numbers
         assert not seen & again, "what was read before is not read again within the epoch"
