@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdmoe.check.self_check import run_self_check, wants_self_check
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
@@ -42,7 +43,7 @@ from fsdmoe.optim import (
     learning_rate,
     set_learning_rates,
 )
-from fsdmoe.parallel.auto_model import build_any_model
+from fsdmoe.parallel.auto_model import ModelKind, build_any_model
 from fsdmoe.parallel.build import ParallelPolicy, parallelize
 from fsdmoe.parallel.step_duties import step_duties
 from fsdmoe.plan.dry_run import dry_run
@@ -67,36 +68,65 @@ class Run:
     ) -> None:
         self.config = config
         self.meshes = meshes
-        train = config.train
-        folder = Path(train.output_dir).expanduser()
-        dtype = torch_dtype(config.precision.param_dtype)
+        self._folder = Path(config.train.output_dir).expanduser()
+        self._is_main = trains and dist.get_rank() == 0
         model, kind = build_any_model(config.model, config.experts, config.adapter)
         freeze(model, config.optim.groups)
-        own = kind.own_attention
-        self.feed = Feed(meshes, config.context_parallel, config.experts, own_attention=own, dtype=dtype)
+        self._open_data(kind, trains=trains)
+        self._open_checkpoints(told, trains=trains)
+        self._shard(model, kind)
+        self._build_step(trains=trains)
+        is_resumed = self._resume(trains=trains)
+        self._watch(told, decisions, is_resumed=is_resumed, trains=trains)
+
+    def _open_data(self, kind: ModelKind, *, trains: bool) -> None:
+        config = self.config
+        dtype = torch_dtype(config.precision.param_dtype)
+        self.feed = Feed(
+            self.meshes,
+            config.context_parallel,
+            config.experts,
+            own_attention=kind.own_attention,
+            dtype=dtype,
+        )
         with progress_line("opening the data"):
             self.data = open_data(
                 config.data,
-                dp_rank=meshes.rank(self.feed.data_axis),
-                dp_size=meshes.size(self.feed.data_axis),
-                micro_batch_size=train.micro_batch_size,
-                global_batch_size=train.global_batch_size,
-                seed=train.seed,
+                dp_rank=self.meshes.rank(self.feed.data_axis),
+                dp_size=self.meshes.size(self.feed.data_axis),
+                micro_batch_size=config.train.micro_batch_size,
+                global_batch_size=config.train.global_batch_size,
+                seed=config.train.seed,
                 prepare=self.feed.prepare,
                 trains=trains,
             )
-        checkpoint = config.checkpoint if trains else replace(config.checkpoint, in_memory=0, interval=-1)
-        self.checkpoints = Checkpointer(checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config))
+
+    def _open_checkpoints(self, told: frozenset[str], *, trains: bool) -> None:
+        checkpoint = self.config.checkpoint
+        if not trains:
+            checkpoint = replace(checkpoint, in_memory=0, interval=-1)
+        about = asdict(self.config)
+        self.checkpoints = Checkpointer(
+            checkpoint, self._folder / RUN_FOLDER, meshes=self.meshes, about=about
+        )
         self.checkpoints.told = told
+
+    def _shard(self, model: nn.Module, kind: ModelKind) -> None:
+        """The model as ranks share it, and how its loss is computed."""
+        config = self.config
         load = require_weights(config.model, config.precision, resumes=self.checkpoints.will_load())
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
-            self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
+            self.model = parallelize(model, self.meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = kind.causal_lm(packed_rows=config.data.seq_len if config.data.pack else 0)
         if config.data.pack:
             self.feed.plan_packed_rows(self.decoder, config.data.seq_len)
         if config.data.has_pairs:
             self.decoder = PreferenceLM(self.decoder, config.preference)
-        self.samples = Samples(train.sample_prompts, config.data, meshes.device)
+
+    def _build_step(self, *, trains: bool) -> None:
+        """What a step calls, and how far the run is."""
+        config = self.config
+        train = config.train
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = WeightAverage(self.model, config.optim.ema) if config.optim.ema.decay else None
         bias_rate = config.experts.balance.bias_rate
@@ -107,44 +137,53 @@ class Run:
         self.max_norm = config.optim.grad_clip or math.inf
         self.scaler = config.precision.build_scaler(num_tokens=train.global_batch_size * config.data.seq_len)
         self.micro_batches = build_micro_batches(self.model, self.decoder, self.scaler, train, trains=trains)
+        self.samples = Samples(train.sample_prompts, config.data, self.meshes.device)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
+
+    def _resume(self, *, trains: bool) -> bool:
+        """From a checkpoint, if there is one to resume from; whether there was."""
         with progress_line("loading a checkpoint, taking memory for the next ones"):
             if trains:
-                resumed = self.checkpoints.load(self.state())
+                loaded = self.checkpoints.load(self.state())
             else:
                 parts = self.state_without_data()  # an evaluation may read other documents
-                resumed = self.checkpoints.load_only(parts, is_optional=config.model.hf is not None)
-        if resumed is not None:
-            self._take_up(resumed)
-        step, is_main = self.progress["step"], trains and dist.get_rank() == 0
-        facts = run_facts(config, meshes, self.model, step, self.progress["tokens"])
-        self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
-        resumed_at = None if resumed is None else step
-        loaded = self.checkpoints.loaded
+                is_optional = self.config.model.hf is not None
+                loaded = self.checkpoints.load_only(parts, is_optional=is_optional)
+        if loaded is not None:
+            self._take_up(loaded)
+        return loaded is not None
+
+    def _watch(
+        self, told: frozenset[str], decisions: Mapping[str, str] | None, *, is_resumed: bool, trains: bool
+    ) -> None:
+        """Open what the user sees, and say what is about to run."""
+        config = self.config
+        step = self.progress["step"]
+        facts = run_facts(config, self.meshes, self.model, step, self.progress["tokens"])
+        self.observer = Observer(config.observe, facts, output_dir=self._folder, is_main=self._is_main)
         card = start_card(
             config,
-            meshes,
+            self.meshes,
             self.model,
             self.data,
-            resumed_at=resumed_at,
-            loaded=loaded,
+            resumed_at=step if is_resumed else None,
+            loaded=self.checkpoints.loaded,
             decisions=decisions,
         )
-        self._folder, self._is_main = folder, is_main
         # An evaluation leaves the folder as it is: stacks are written there.
         health = config.health if trains else replace(config.health, hang_seconds=0)
-        self.health = Health(health, self.model, meshes, folder=folder, tell=self._tell)
+        self.health = Health(health, self.model, self.meshes, folder=self._folder, tell=self._tell)
         self.duties += self.health.duties
         groups = group_lines(self.model, self.optimizer, config.optim.groups)
         self.observer.card(card | groups | self.health.card | self.checkpoints.card)
         self._note_event(
-            "restart" if events.read(folder) else "start",
+            "restart" if events.read(self._folder) else "start",
             step=step,
             ranks=dist.get_world_size(),
             began=failures.started_at(),
             **({"changed": sorted(told)} if told else {}),
         )
-        if trains and step >= train.steps:
+        if trains and step >= config.train.steps:
             logging.info("nothing left to train: raise train.steps, or start anew: --checkpoint.load none")
 
     def state(self) -> dict[str, Any]:
