@@ -137,7 +137,8 @@ class Run:
         self.max_norm = config.optim.grad_clip or math.inf
         self.scaler = config.precision.build_scaler(num_tokens=train.global_batch_size * config.data.seq_len)
         self.micro_batches = build_micro_batches(self.model, self.decoder, self.scaler, train, trains=trains)
-        self.samples = Samples(train.sample_prompts, config.data, self.meshes.device)
+        vocab_size = config.model.vocab_size
+        self.samples = Samples(train.sample_prompts, config.data, self.meshes.device, vocab_size=vocab_size)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
 
     def _resume(self, *, trains: bool) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.data import DataConfig
 from fsdmoe.data.tokenizer import load_tokenizer
 from fsdmoe.experts.context import RoutingContext
@@ -22,24 +23,34 @@ _ROWS_OF = 128  # the length of a row is a multiple of it: mesh.tp divides rows 
 
 class Samples:
     """Goes on greedily with each prompt. A prompt is text as the model sees it: markers such as
-    ``<|im_start|>`` are the tokens that they name."""
+    ``<|im_start|>`` are the tokens that they name.
 
-    def __init__(self, prompts: Sequence[str], data: DataConfig, device: torch.device) -> None:
-        self._prompts = prompts
+    Raises:
+        ConfigError: A prompt has no tokens, or one that the model does not know.
+    """
+
+    def __init__(
+        self, prompts: Sequence[str], data: DataConfig, device: torch.device, *, vocab_size: int
+    ) -> None:
         self._device = device
-        if prompts:
-            self._tokenizer = load_tokenizer(
-                data.tokenizer, eos_token=data.eos_token, bos_token=data.bos_token
-            )
+        self._ids: dict[str, list[int]] = {}
+        if not prompts:
+            return
+        self._tokenizer = load_tokenizer(data.tokenizer, eos_token=data.eos_token, bos_token=data.bos_token)
+        head = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        for prompt in prompts:
+            ids = self._ids[prompt] = head + self._tokenizer.encode_prompt(prompt)
+            if not 0 <= max(ids, default=-1) < vocab_size:
+                raise ConfigError(
+                    f"train.sample_prompts: expected one or more of the model's {vocab_size} tokens in each, "
+                    f"got {ids} for {prompt!r}; write another, or take the model's own tokenizer"
+                )
 
     @torch.no_grad()
     def generate(self, model: Any) -> dict[str, str]:
         """Prompt -> what follows it. Collective; ``model`` is the run's :class:`CausalLM`."""
         found = {}
-        for prompt in self._prompts:
-            ids = self._tokenizer.encode_prompt(prompt)
-            if self._tokenizer.bos_id is not None:
-                ids.insert(0, self._tokenizer.bos_id)
+        for prompt, ids in self._ids.items():
             model.eval()
             new = self._of_decoder(model, ids) if isinstance(model, Decoder) else self._of_wrapped(model, ids)
             model.train()

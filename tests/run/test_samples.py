@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from fsdmoe.config import Config, build_config
+from fsdmoe.core.errors import ConfigError
+from fsdmoe.data import DataConfig
 from fsdmoe.mesh import build_meshes
 from fsdmoe.run import samples
 from fsdmoe.testing import requires_transformers, run_ranks
@@ -44,6 +46,12 @@ def test_samples_are_those_of_one_process_and_are_logged(
     assert list(want) == ["def main(", "import os"]
     rows = map(json.loads, (tmp_path / "many/metrics.jsonl").read_text().splitlines())
     assert [row for row in rows if "samples" in row] == [{"step": 2, "samples": want}]
+
+
+@pytest.mark.parametrize(("prompt", "vocab_size"), [("", 264), ("def", 64)])
+def test_a_prompt_that_the_model_cannot_read_is_refused_at_the_start(prompt: str, vocab_size: int) -> None:
+    with pytest.raises(ConfigError, match=r"train.sample_prompts: .* model's \d+ tokens .*; write another"):
+        samples.Samples([prompt], DataConfig(), torch.device("cpu"), vocab_size=vocab_size)
 
 
 def last_logits(config: Config) -> list[torch.Tensor]:
