@@ -29,7 +29,8 @@ FP32 = ParallelPolicy(precision=PrecisionConfig(param_dtype="float32"))
 
 
 def counted(model: Any, *, backward: bool = False) -> float:
-    """By torch, of one token; its embedding has a gradient, as if there were layers below."""
+    """By torch, of one token; its embedding has a gradient, as if there were layers below. Rotary angles are
+    products in some versions of transformers, and are of no token."""
     model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
     x_11D = model.get_input_embeddings()(torch.tensor([[3]])).detach().requires_grad_()
@@ -37,7 +38,8 @@ def counted(model: Any, *, backward: bool = False) -> float:
         logits = model(inputs_embeds=x_11D, use_cache=False).logits
         if backward:
             logits.sum().backward()
-    return counter.get_total_flops()
+    angles = [ops for name, ops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    return counter.get_total_flops() - sum(sum(ops.values()) for ops in angles)
 
 
 def folder_config(model: Any) -> ModelConfig:
@@ -60,7 +62,10 @@ def cost(family: str, seq_len: int = 1, num_ranks: int = 1, *, ep: int = 1, **ch
     "family", ["qwen3_moe", "ernie4_5_moe", "granitemoeshared", "aria_text", "dbrx", "afmoe"]
 )
 def test_forward_flops_of_a_wrapped_model_are_those_of_its_modules(family: str) -> None:
-    assert cost(family).forward_flops == counted(tiny_model(family))
+    model = tiny_model(family)
+    if not any("gate_up_proj" in name for name, _ in model.named_parameters()) and family == "aria_text":
+        pytest.skip("experts of a form that counts whole, before transformers 5.22")
+    assert cost(family).forward_flops == counted(model)
 
 
 @requires_transformers
