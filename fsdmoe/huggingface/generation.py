@@ -35,10 +35,12 @@ def follow_folder(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     own = getattr(model, "generation_config", None)
     if not getattr(own, "_from_model_config", False):
         return
-    from fsdmoe.huggingface.transformers_api import read_generation_config  # optional: only when chosen
+    # Optional: only when chosen.
+    from fsdmoe.huggingface.transformers_api import changed_generation, read_generation_config
 
     found = read_generation_config(Path(folder).expanduser())
     if found is not None:
+        found.update(**changed_generation(own, model.config))
         model.generation_config = found
 
 
