@@ -40,7 +40,8 @@ def follow_folder(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     found = read_generation_config(Path(folder).expanduser())
     if found is not None:
-        found.update(**changed_generation(own, model.config))
+        for key, value in changed_generation(own, model.config).items():
+            setattr(found, key, value)
         model.generation_config = found
 
 

@@ -59,7 +59,7 @@ def read_generation_config(folder: Path) -> Any:
 def changed_generation(own: Any, config: Any) -> dict[str, Any]:
     """Of a generation config that was made from ``config``: what was set in it since."""
     made = transformers.GenerationConfig.from_model_config(config).to_dict()
-    return {key: value for key, value in own.to_dict().items() if value != made.get(key)}
+    return {key: getattr(own, key) for key, value in own.to_dict().items() if value != made.get(key)}
 
 
 def _folder_instead(folder: Path, name: str) -> str:
