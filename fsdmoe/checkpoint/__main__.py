@@ -320,7 +320,7 @@ def _diff(options: argparse.Namespace, console: Console) -> int:
     shown = [(each.name, each.text) for each in found if not each.is_counter][: options.most]
     if shown:
         console.print(table(("tensor", "differs"), shown, f"{first.name} and {second.name}"))
-    console.print(f"{len(found)} tensors differ, {num_equal} are the same, bit for bit")
+    console.print(f"{len(found)} tensors differ, {num_equal} are the same")
     if counters:
         largest = max(each.largest for each in counters)
         console.print(

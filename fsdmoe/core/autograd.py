@@ -15,6 +15,17 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def next_node() -> int:
+    """The number that the next node of this thread's graph gets: later ones have larger numbers."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def running_node() -> int:
+    """The number of the node that autograd runs on this thread; -1 where it runs none."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator of that name. Where nobody asks for a second derivative, as in every training step,
     backward runs without it: it costs the host as much as three small operations."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from fsdmoe.huggingface.probe import (
     find_mixing,
     has_values,
 )
-from fsdmoe.huggingface.replay import follow_again, follow_routing
+from fsdmoe.huggingface.replay import follow_routing
 from fsdmoe.huggingface.rotary import DocumentRotary
 from fsdmoe.huggingface.routing import policies_of
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
@@ -120,7 +121,11 @@ class WrappedCausalLM:
             forward.token_mask_T = own_mask_T
         targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
         packed = document_ids_BS is not None
-        with self._routing_by(routing), self._rotary.following(lengths_BL), _masks(packed=packed):
+        with (
+            self._routing_by(routing) as follow_again,
+            self._rotary.following(lengths_BL),
+            _masks(packed=packed),
+        ):
             out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
         cross_entropy = out.loss
         if cross_entropy is None:
@@ -129,9 +134,9 @@ class WrappedCausalLM:
         if self._auxiliary.is_in(out):
             balance = balance + self._family_balance(out, pieces, token_mask_BS, counts.tokens)
         loss = cross_entropy + balance
-        if self._policies is None:
-            follow_again(loss, self._experts, routing)
-        elif routing is not None:
+        if follow_again is not None:
+            follow_again(loss)
+        if self._policies is not None and routing is not None:
             self._policies.follow_backward(loss, routing)
         return LossOutput(
             loss,
@@ -140,7 +145,9 @@ class WrappedCausalLM:
             loads_LE=loads_LE,
         )
 
-    def _routing_by(self, routing: RoutingContext | None) -> contextlib.AbstractContextManager[None]:
+    def _routing_by(
+        self, routing: RoutingContext | None
+    ) -> contextlib.AbstractContextManager[Callable[[Any], None] | None]:
         if self._policies is not None:
             return self._policies.following(routing)
         if routing is None or routing.replay is None:

@@ -35,10 +35,13 @@ def follow_folder(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     own = getattr(model, "generation_config", None)
     if not getattr(own, "_from_model_config", False):
         return
-    from fsdmoe.huggingface.transformers_api import read_generation_config  # optional: only when chosen
+    # Optional: only when chosen.
+    from fsdmoe.huggingface.transformers_api import changed_generation, read_generation_config
 
     found = read_generation_config(Path(folder).expanduser())
     if found is not None:
+        for key, value in changed_generation(own, model.config).items():
+            setattr(found, key, value)
         model.generation_config = found
 
 

@@ -14,50 +14,55 @@ Legend: T tokens of this rank, E experts, K choices a token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from fsdmoe.core.autograd import next_node
 from fsdmoe.core.errors import ConfigError
 from fsdmoe.core.rewrites import Rewrite, foreign_forward, rewrite, rewrites_of
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.fsdp.outputs import tensors_of
 from fsdmoe.huggingface.lora import path_around
-from fsdmoe.huggingface.wrapped_experts import ParallelForward
+from fsdmoe.huggingface.wrapped_experts import FollowedForward, ParallelForward
 
 
 @contextlib.contextmanager
 def follow_routing(
     model: nn.Module, experts: Mapping[str, ParallelForward], routing: RoutingContext
-) -> Iterator[None]:
-    """In calls of the model inside, record or replay as the context says. ``experts`` by name, in order."""
+) -> Iterator[Callable[[Any], None]]:
+    """In calls of the model inside, record or replay as the context says. ``experts`` by name, in order.
+    Yields :func:`_follow_again`, to be called with what such a call returned."""
     tape = routing.replay
     assert tape is not None
     _check(model, experts, tape)
     for layer, (name, forward) in enumerate(experts.items()):
         forward.routing = routing.at_layer(layer)
-        forward.routing_again = None  # of a backward that raised
         if tape.replays:
             block = model.get_submodule(path_around(name).rpartition(".")[0])
             if not any(each.which is Rewrite.REPLAY for each in rewrites_of(block)):
                 rewrite(block, Rewrite.REPLAY, _replayed, forward)
     try:
-        yield
+        yield functools.partial(_follow_again, list(experts.values()), routing, next_node())
     finally:
         for forward in experts.values():
             forward.routing = None
 
 
-def follow_again(out: Any, experts: Mapping[str, ParallelForward], routing: RoutingContext | None) -> None:
+def _follow_again(
+    experts: Sequence[ParallelForward], routing: RoutingContext, first_node: int, out: Any
+) -> None:
     """Let layers that are recomputed for the tensors of ``out`` follow ``routing``, as their forward did,
-    whatever is called before that backward."""
-    if routing is None or routing.replay is None:
-        return
-    again = [(forward, routing.at_layer(layer)) for layer, forward in enumerate(experts.values())]
+    whatever else is called before that backward, or shares it."""
+    nodes = range(first_node, next_node())
+    again = [
+        (forward, FollowedForward(routing.at_layer(layer), nodes)) for layer, forward in enumerate(experts)
+    ]
 
     def begin(_: Tensor) -> None:
         for forward, own in again:

@@ -44,7 +44,7 @@ from fsdmoe.experts.router import RoutingRules
 from fsdmoe.fsdp.outputs import tensors_of
 from fsdmoe.huggingface.adapters import find_unknown_moe
 from fsdmoe.huggingface.lora import base_of, path_around, peel
-from fsdmoe.huggingface.replay import follow_again, follow_routing
+from fsdmoe.huggingface.replay import follow_routing
 from fsdmoe.huggingface.router_forms import RouterForm, Trials, is_router_like, router_form
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.memory.calls import plain_calls
@@ -403,9 +403,9 @@ def routing_tape(
         finally:
             policies.follow_tape(None)
         return
-    hook = peel(model).register_forward_hook(lambda module, args, out: follow_again(out, experts, routing))
-    try:
-        with follow_routing(model, experts, routing):
+    with follow_routing(model, experts, routing) as follow_again:
+        hook = peel(model).register_forward_hook(lambda module, args, out: follow_again(out))
+        try:
             yield
-    finally:
-        hook.remove()
+        finally:
+            hook.remove()

@@ -56,6 +56,12 @@ def read_generation_config(folder: Path) -> Any:
     return transformers.GenerationConfig.from_pretrained(folder) if has_file else None
 
 
+def changed_generation(own: Any, config: Any) -> dict[str, Any]:
+    """Of a generation config that was made from ``config``: what was set in it since."""
+    made = transformers.GenerationConfig.from_model_config(config).to_dict()
+    return {key: getattr(own, key) for key, value in own.to_dict().items() if value != made.get(key)}
+
+
 def _folder_instead(folder: Path, name: str) -> str:
     """A folder of nearly this name, or where to get it."""
     if close := choice_like(str(folder), [str(each.parent) for each in folder.parent.glob("*/config.json")]):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.core.autograd import is_in_backward
+from fsdmoe.core.autograd import running_node
 from fsdmoe.core.capturing import compute_again
 from fsdmoe.core.errors import ConfigError, refuse
 from fsdmoe.core.placement import SplitMeshes
@@ -51,6 +51,14 @@ class Enforced(Protocol):
     """A block's choice while it replays."""
 
     ids_TK: Tensor | None
+
+
+class FollowedForward(NamedTuple):
+    """A forward that recorded or replayed."""
+
+    routing: RoutingContext
+    nodes: range
+    """Of its graph; see :func:`fsdmoe.core.autograd.next_node`."""
 
 
 class ParallelForward(ExpertCompute):
@@ -91,7 +99,7 @@ class ParallelForward(ExpertCompute):
         """Where ``counts_load``: false for padding, which is computed and does not count."""
         self.routing: RoutingContext | None = None
         """What to record or replay in a forward; see :mod:`fsdmoe.huggingface.replay`."""
-        self.routing_again: RoutingContext | None = None
+        self.routing_again: FollowedForward | None = None
         """The same where a backward runs layers again: that of the forward which it belongs to."""
         self.enforced: Enforced | None = None
         """While the block around these experts replays: what its router was made to choose."""
@@ -133,7 +141,8 @@ class ParallelForward(ExpertCompute):
     def followed(self) -> RoutingContext | None:
         """What to record or replay now."""
         again = self.routing_again
-        return again if again is not None and is_in_backward() else self.routing
+        # The same backward may run other forwards again, and one that raised leaves this behind.
+        return again.routing if again is not None and running_node() in again.nodes else self.routing
 
     @property
     def num_choices(self) -> int:

@@ -115,6 +115,16 @@ def test_diff_knows_values_that_are_no_numbers(folder: Path, capsys: pytest.Capt
     assert (code, "25.0% of elements, at most nan" in out) == (1, True)
 
 
+def test_diff_counts_equal_values_of_other_bits_as_equal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, sign in (("one", 1.0), ("two", -1.0)):
+        values = torch.tensor([0.0, float("nan")])
+        checkpoint.save(folder / name, w={"w": values.copysign(torch.tensor(sign))})
+    code, out, _ = run(capsys, "diff", folder / "one", folder / "two")
+    assert (code, "0 tensors differ, 1 are the same" in out) == (0, True)
+
+
 def test_a_long_name_stands_on_one_line_in_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = ".".join(["base_model.model.layers.0.moe.experts"] * 8)
     for number in (1, 2):

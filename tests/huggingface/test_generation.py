@@ -53,25 +53,29 @@ def generate(family: str, degrees: dict[str, int]) -> tuple[int, torch.Tensor, b
     return number, generated, not shares_rows or loss_of(model, meshes) == before
 
 
-def _ends(folder: str) -> tuple[Any, Any]:
-    """Of a model built on the meta device, and of one whose user has set it."""
+def _ends(folder: str) -> list[tuple[Any, Any]]:
+    """And the most new tokens: of a model built on the meta device, of one whose user has set another
+    config, and of one whose user has set what it has."""
     AutoConfig, AutoModel = (getattr(transformers, name) for name in ("AutoConfig", "AutoModelForCausalLM"))
     found = []
-    for sets in (False, True):
+    for sets in ("", "another", "a part"):
         with torch.device("meta"):
             model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-        if sets:
+        if sets == "another":
             model.generation_config = transformers.GenerationConfig(eos_token_id=7)
+        if sets == "a part":
+            model.generation_config.max_new_tokens = 3
         parallelize(model, build_meshes(), POLICY, load=folder)
-        found.append(model.generation_config.eos_token_id)
-    return found[0], found[1]
+        config = model.generation_config
+        found.append((config.eos_token_id, config.max_new_tokens))
+    return found
 
 
 def test_a_loaded_folder_says_where_its_model_ends(tmp_path: Path) -> None:
     model = tiny_hf("qwen3_moe")
     model.save_pretrained(tmp_path)
     transformers.GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
-    assert run_ranks(_ends, 1, str(tmp_path)) == [([5, 6], 7)]
+    assert run_ranks(_ends, 1, str(tmp_path)) == [[([5, 6], None), (7, None), ([5, 6], 3)]]
 
 
 LAYOUTS = [

@@ -162,6 +162,61 @@ def test_a_layer_that_is_recomputed_follows_the_tape_of_its_own_forward(
         torch.testing.assert_close(behind[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def record_in_one_backward(order: str) -> Tensor:
+    """What a call recorded whose backward also runs the layers of one that follows nothing."""
+    model: Any = parallelize(tiny_hf("qwen3_moe", output_router_logits=False), build_meshes())
+    model.gradient_checkpointing_enable()
+    origin, tape, losses = Origin.of_rows(["request"], [LENGTH], LENGTH), RoutingTape(), []
+    for which in order.split():
+        if which == "plain":
+            losses.append(squares(model, batch(1, 0)))
+            continue
+        with routing_tape(model, tape, origin):
+            losses.append(squares(model, batch(0, 0)))
+    torch.stack(losses).sum().backward()
+    return tape.replaying()._columns(origin.map(lambda column: column.flatten()))["ids"]
+
+
+def test_a_call_that_follows_nothing_may_share_a_backward_with_one_that_records() -> None:
+    alone = run_ranks(record_in_one_backward, 1, "recorded")[0]
+    for order in ("plain recorded", "recorded plain"):
+        assert torch.equal(run_ranks(record_in_one_backward, 1, order)[0], alone)
+
+
+def raise_in_backward(gradient: Tensor) -> None:
+    raise RuntimeError("out of memory, say")
+
+
+def gradients_after_one_that_raised() -> tuple[Tensor, Tensor]:
+    """Of a call that follows nothing, before and after a backward of a replay that raised."""
+    model: Any = parallelize(tiny_hf("qwen3_moe", output_router_logits=False), build_meshes())
+    model.gradient_checkpointing_enable()
+    (tokens, other), found = (batch(0, 0), batch(1, 0)), []
+    origin, tape = Origin.of_rows(["request"], [LENGTH], LENGTH), RoutingTape()
+    with torch.no_grad(), routing_tape(model, tape, origin):
+        model(other)
+    for raises in (False, True):
+        if raises:
+            embedded = model.get_input_embeddings().register_forward_hook(
+                lambda module, args, out: out.register_hook(raise_in_backward) and None
+            )
+            with routing_tape(model, tape.replaying(), origin):
+                loss = squares(model, other)
+            embedded.remove()
+            with pytest.raises(RuntimeError, match="out of memory"):
+                loss.backward()
+            model.zero_grad()
+        squares(model, tokens).backward()
+        found.append(model.model.layers[0].mlp.experts.down_proj.grad.full_tensor().clone())
+        model.zero_grad()
+    return found[0], found[1]
+
+
+def test_a_replay_whose_backward_raised_is_not_followed_any_more() -> None:
+    before, after = run_ranks(gradients_after_one_that_raised, 1)[0]
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6)
+
+
 def with_adapters(experts: ExpertsConfig) -> tuple[list[Tensor], set[str]]:
     """Logits as recorded, of routers that choose otherwise, and of their replay; and what was recorded."""
     import peft
