@@ -111,8 +111,8 @@ def _fitting_tokenizer(config: DataConfig) -> Tokenizer:
         )
     if tokenizer.own_bos and not config.bos_token and kinds - {"tokens", "chat"}:
         logger.warning(
-            'data.bos_token: %s begins each text with %s, this run does not; write bos_token = "%s" for a '
-            "model that was trained so",
+            'data.bos_token: %s begins each text with %s, this run puts it before none; write bos_token = '
+            '"%s" for a model that was trained so',
             config.tokenizer, tokenizer.own_bos, tokenizer.own_bos,
         )  # fmt: skip
     return tokenizer

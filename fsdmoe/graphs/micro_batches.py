@@ -193,7 +193,8 @@ class GraphedMicroBatches(MicroBatches):
         self._found_new = True
         if (shape := self._shapes.get(kind.shape)) is None:
             shape = self._shapes[kind.shape] = _Shape(StaticInputs(batch, kind.shape.num_borders))
-        shape.inputs.fill(batch)
+        else:
+            shape.inputs.fill(batch)
         random_before = self._recorder.random_state()
         out = self._beside_graphs(shape.inputs.given(first=kind.first), last)
         if self._recorder.random_state() != random_before:
