@@ -2,6 +2,7 @@
 
 Rows of several documents whose lengths are drawn (exponential, cut at the row's end), through
 
+    flash4      FlashAttention-4 (the extra ``fa4``), and with sums in a fixed order
     ragged      cuDNN's ragged form (the extra ``cudnn``)
     flash       torch's flash kernel: one variable-length call
     separate    torch's cuDNN, a call for every document
@@ -10,7 +11,7 @@ Rows of several documents whose lengths are drawn (exponential, cut at the row's
 Times are medians. TFLOP/s count the pairs inside documents, 2 products forward and 5 backward. The error is
 the largest of the output's and the gradients', against float32 in plain torch, relative to its norm.
 
-    python benchmarks/packed_attention.py [--mean 1024]
+    python benchmarks/packed_attention.py [--mean 1024]        0: a document a row
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from timing import require_gpu
 from torch import Tensor
 
 from fsdmoe.context_parallel.blocks import Block
+from fsdmoe.context_parallel.flash4_attention import has_flash4
 from fsdmoe.context_parallel.fused_attention import Kernel, fused_backward, fused_forward
 from fsdmoe.context_parallel.math_attention import math_backward, math_forward
 from fsdmoe.context_parallel.ragged_attention import has_frontend
@@ -53,7 +56,9 @@ Call = Callable[[], object]
 
 
 def drawn_lengths(shape: Shape, mean: int) -> list[int]:
-    """Of all rows' documents."""
+    """Of all rows' documents. A mean of 0 stands for a document a row."""
+    if not mean:
+        return [shape.length] * shape.rows
     source = random.Random(0)
     lengths = []
     for _ in range(shape.rows):
@@ -107,6 +112,14 @@ def by_kernel(kernel: Kernel, tensors: list[Tensor], block: Block, scale: float)
     forward = milliseconds(lambda: fused_forward(q, k, v, block, scale, kernel))
     backward = milliseconds(lambda: fused_backward(grad, (q, k, v), out, lse, block, scale, kernel))
     return Timed(forward, backward, (out, *grads))
+
+
+def in_order(run: Callable[[], Timed]) -> Timed:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return run()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def separately(tensors: list[Tensor], lengths: list[int], scale: float) -> Timed:
@@ -165,14 +178,20 @@ def measure(shape: Shape, mean: int) -> None:
     block = block_of(lengths)
     scale = shape.width ** (-0.5)
     tensors = draw(shape, sum(lengths))
+    kernels: dict[Kernel, bool] = {"flash4": has_flash4(), "ragged": has_frontend(), "flash": True}
     ways: dict[str, Callable[[], Timed]] = {
-        "ragged": lambda: by_kernel("ragged", tensors, block, scale),
-        "flash": lambda: by_kernel("flash", tensors, block, scale),
-        "separate": lambda: separately(tensors, lengths, scale),
-        "alike": lambda: alike(shape, lengths, scale),
+        kernel: partial(by_kernel, kernel, tensors, block, scale)
+        for kernel, there in kernels.items()
+        if there
     }
-    if not has_frontend():
-        del ways["ragged"]
+    for kernel in ("flash4", "flash"):
+        if kernel in ways:
+            ways[f"{kernel}, in a fixed order"] = partial(in_order, ways[kernel])
+    if len(set(lengths)) > 1:
+        ways["separate"] = lambda: separately(tensors, lengths, scale)
+        ways["alike"] = lambda: alike(shape, lengths, scale)
+    else:
+        ways["cudnn"] = partial(by_kernel, "cudnn", tensors, block, scale)
     one = 2 * pairs(lengths) * shape.heads
     flops = one * (shape.width + shape.value_width), one * (3 * shape.width + 2 * shape.value_width)
     name = f"{shape.heads}/{shape.kv_heads} heads of {shape.width}/{shape.value_width}"
@@ -193,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mean", type=int, default=1024, help="length of a document")
+    parser.add_argument("--mean", type=int, default=1024, help="length of a document; 0 for one a row")
     args = parser.parse_args()
     require_gpu()
     torch.manual_seed(0)

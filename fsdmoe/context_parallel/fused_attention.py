@@ -1,15 +1,17 @@
 """Attention of a block through torch's fused GPU kernels that hand out their log-sum-exps.
 
-Three of them, none of which spends work across documents:
+Four of them, none of which spends work across documents:
 
-    flash    segments of any lengths in one call, windows included
-    cudnn    a plain batch; about twice as fast on Hopper, but builds a plan for every new shape
+    flash4   segments of any lengths in one call, windows included, by FlashAttention-4, where its extra is
+             installed (:mod:`fsdmoe.context_parallel.flash4_attention`): the fastest on Hopper
+    flash    the same by torch, on any GPU
+    cudnn    a plain batch; about twice as fast as flash on Hopper, but builds a plan for every new shape
     ragged   cuDNN for documents of any lengths, where its extra is installed
              (:mod:`fsdmoe.context_parallel.ragged_attention`)
 
-So cuDNN gets blocks whose segments are all alike and long (one document a row, the usual pre-training case,
-and the long documents that dynamic context parallelism gives a micro-batch of their own), ragged gets packed
-rows, and flash the rest.
+Without flash4 cuDNN gets blocks whose segments are all alike and long (one document a row, the usual
+pre-training case, and the long documents that dynamic context parallelism gives a micro-batch of their own),
+ragged gets packed rows, and flash the rest.
 
 All backwards are given the output and log-sum-exp over all keys, of which the block may hold only some, and
 return the block's exact share. Gradients come in the input's dtype.
@@ -25,10 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdmoe.context_parallel import flash4_attention as flash4
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.ragged_attention import has_frontend, ragged_backward, ragged_forward, takes
 
-Kernel = Literal["flash", "cudnn", "ragged"]
+Kernel = Literal["flash", "flash4", "cudnn", "ragged"]
 
 _LONG_SEGMENT = 1 << 22
 """Pairs in a segment from which building a cuDNN plan pays, even if all layers of only one step use it."""
@@ -41,6 +44,8 @@ def choose_kernel(q_NHD: Tensor, v_MGE: Tensor, block: Block) -> Kernel | None:
     widest = max(q_NHD.shape[2], v_MGE.shape[2])
     if widest > 256 or torch.cuda.get_device_capability(q_NHD.device) < (8, 0):
         return None
+    if flash4.takes(q_NHD, v_MGE):
+        return "flash4"
     is_long = block.window is None and block.max_queries * block.max_keys >= _LONG_SEGMENT
     # cuDNN's backward adds gradients up in any order; its deterministic one wants tens of GiB of scratch for
     # padded plans.
@@ -68,6 +73,8 @@ def fused_forward(
     q_NHD: Tensor, k_MGD: Tensor, v_MGE: Tensor, block: Block, scale: float, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     """Output ``[N, H, E]`` and fp32 log-sum-exps ``[N, H]``, rows as selected by the block."""
+    if kernel == "flash4":
+        return flash4.flash4_forward(q_NHD, k_MGD, v_MGE, block, scale)
     if kernel == "ragged":
         return ragged_forward(q_NHD, k_MGD, v_MGE, block, scale)
     if kernel == "cudnn":
@@ -93,6 +100,8 @@ def fused_backward(
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
+    if kernel == "flash4":
+        return flash4.flash4_backward(grad_NHE, qkv, out_NHE, lse_NH, block, scale)
     if kernel == "ragged":
         return ragged_backward(grad_NHE, qkv, out_NHE, lse_NH, block, scale)
     if kernel == "cudnn":

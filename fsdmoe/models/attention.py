@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fsdmoe.context_parallel import flash4_attention as flash4
 from fsdmoe.context_parallel.attention import ContextAttention, attend_here
 from fsdmoe.context_parallel.blocks import Block, whole_rows
 from fsdmoe.context_parallel.plan import AttentionPlan
@@ -34,8 +35,8 @@ from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, norm_and_rota
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 
-# cuDNN's kernel is about twice as fast as the flash backend on Hopper; a call it cannot take falls to the
-# next.
+# Without FlashAttention-4. cuDNN's kernel is about twice as fast as the flash backend on Hopper; a call it
+# cannot take falls to the next.
 _CUDA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -136,6 +137,8 @@ def attend(
 ) -> torch.Tensor:
     """Scaled dot-product attention ``[B, S, H, D]``, grouped heads included, on the fastest backend that
     takes it."""
+    if mask_B1SS is None and query_BSHD.is_cuda and flash4.takes_rows(query_BSHD, value_BSHD):
+        return flash4.flash4_rows(query_BSHD, key_BSHD, value_BSHD, scale)
     q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSHD, value_BSHD))
     grouped = q.shape[1] != k.shape[1]
     is_causal = mask_B1SS is None
