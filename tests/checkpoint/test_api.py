@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, LoadPolicy
+from fsdmoe.checkpoint.tree import join_tree
 from fsdmoe.core.placement import Placement, halves, local_tensor, placed_parameter
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
@@ -127,6 +128,21 @@ def test_every_misfit_is_listed_at_once(tmp_path: Path) -> None:
         "other: no such",
     ):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "fix"),
+    [
+        ("optimizer", "state/w/exp_avg", r"frozen in optim\.groups"),
+        ("ema", "tensors/w", r"frozen in optim\.groups"),
+        ("model", "layers.0.gate.e_score_correction_bias", r"experts\.balance\.bias_rate"),
+    ],
+)
+def test_a_misfit_that_a_setting_makes_names_it(tmp_path: Path, part: str, name: str, fix: str) -> None:
+    whole = join_tree({name: torch.zeros(2)}, {})
+    checkpoint.save(tmp_path / "ckpt", **{part: whole})
+    with pytest.raises(CheckpointError, match=fix):
+        checkpoint.load(tmp_path / "ckpt", **{part: {}})
 
 
 def test_a_lenient_load_takes_what_fits_by_name(tmp_path: Path) -> None:
