@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -27,7 +28,15 @@ from fsdmoe.checkpoint.format import MANIFEST, Index, StoredTensor, is_scale_his
 from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, refuse_transposed
 from fsdmoe.checkpoint.planner import PlanCache, Proposal
 from fsdmoe.checkpoint.reader import RegionReader, check_blocks, check_sizes, open_checkpoint, region_reads
-from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, check_whole, held_boxes, no_progress
+from fsdmoe.checkpoint.saved_box import (
+    Boxes,
+    Progress,
+    SavedBox,
+    check_whole,
+    held_boxes,
+    no_progress,
+    plain_checksums,
+)
 from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree, join_tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder, WrittenFile, begin, finish, write_share
@@ -51,10 +60,11 @@ def write_state(
     """
     plan = PlanCache() if cache is None else cache
     held: Boxes = {}
+    checksums = partial(plain_checksums, tensors) if world(group)[1] > 1 else dict
 
     def propose() -> Proposal:
         held.update(held_boxes(tensors))
-        return plan.propose(held, order.values)
+        return plan.propose(held, order.values, checksums)
 
     def decide(proposals: list[Proposal]) -> list[list[SavedBox] | None]:
         decided = plan.decide(proposals)

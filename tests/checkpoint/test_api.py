@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -192,6 +193,23 @@ def test_objects_tell_and_take_their_state(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "ckpt", counter=other) == {}
     assert other.count == 7
     assert other.seen.tolist() == [7, 7]
+
+
+def _save_own(folder: str) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdmoe.checkpoint.planner").addHandler(handler)
+    own = torch.full((3,), float(dist.get_rank()))
+    checkpoint.save(f"{folder}/ckpt", states={"random": own, "alike": torch.ones(2)})
+    return told
+
+
+def test_plain_tensors_that_ranks_do_not_share_are_named(tmp_path: Path) -> None:
+    told, others = run_ranks(_save_own, 2, str(tmp_path))
+    (line,) = told
+    assert line.startswith("states/random: rank 1 has other values than rank 0; ")
+    assert others == []
 
 
 def test_saving_again_replaces_a_checkpoint_at_once(tmp_path: Path) -> None:
