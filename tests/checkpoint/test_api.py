@@ -68,6 +68,24 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: Any) -> None:
     assert train(model, optimizer, range(5, 15)) == expected
 
 
+def test_one_optimizer_of_two_models_keeps_the_states_of_both(tmp_path: Path) -> None:
+    def start() -> tuple[nn.Linear, nn.Linear, torch.optim.Optimizer]:
+        actor, critic = nn.Linear(2, 2), nn.Linear(2, 2)
+        return actor, critic, torch.optim.AdamW([*actor.parameters(), *critic.parameters()])
+
+    actor, critic, optimizer = start()
+    (actor(torch.ones(2)) * critic(torch.ones(2))).sum().backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=r"^weight: the optimizer holds .* of two models"):
+        checkpoint.save(tmp_path / "ckpt", actor, optimizer, critic=critic)
+    checkpoint.save(tmp_path / "ckpt", nn.ModuleDict({"actor": actor, "critic": critic}), optimizer)
+    resumed = start()
+    checkpoint.load(tmp_path / "ckpt", nn.ModuleDict({"actor": resumed[0], "critic": resumed[1]}), resumed[2])
+    for model, other in ((actor, resumed[0]), (critic, resumed[1])):
+        moments = [each.state[m.weight]["exp_avg"] for each, m in ((optimizer, model), (resumed[2], other))]
+        assert torch.equal(*moments)
+
+
 def test_only_the_model_is_loaded_on_request(tmp_path: Path) -> None:
     model = Tiny()
     optimizer = torch.optim.AdamW(model.parameters())
