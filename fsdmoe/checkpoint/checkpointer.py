@@ -68,6 +68,7 @@ class Checkpointer(Saver):
         self._limits = Limits(config.retries, config.hang_seconds)
         storage = open_storage(config.folder or folder, self._limits)
         super().__init__(config, storage, meshes=meshes, about=about)
+        self._own_folder = folder
         self._run = _run_folder(folder)
         self._place = self._place_of_start()
         self._only_model = config.load_only_model
@@ -394,6 +395,8 @@ class Checkpointer(Saver):
         self.before_save()
         if not self._tidied:
             self.storage.tidy()
+            if self._copies is None:
+                MemoryCopies.forget(self._own_folder)
             self._tidied = True
         return name_for(step, [*self.storage.names(), *self._failed_names])
 

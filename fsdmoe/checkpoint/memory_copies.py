@@ -99,6 +99,12 @@ class MemoryCopies(Saver):
         self.text = ""
         """For the start card."""
 
+    @staticmethod
+    def forget(checkpoints: StrPath) -> None:
+        """The run goes on without copies: those of an earlier start are no longer of its course."""
+        with suppress(OSError):
+            (Path(checkpoints).expanduser() / _ID).unlink()
+
     def _use(self, identity: str) -> None:
         self._folder = self._run / identity
         self.storage = LocalStorage(self._folder / self._nodes.name)

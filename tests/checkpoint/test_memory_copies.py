@@ -133,6 +133,15 @@ def test_a_run_that_goes_back_forgets_what_it_did_since(tmp_path: Path) -> None:
     assert start(tmp_path)[1] == 5
 
 
+def test_copies_from_before_a_start_without_them_are_not_resumed(tmp_path: Path) -> None:
+    run_until(7, tmp_path, interval=5)
+    one, begun = start(tmp_path, in_memory=0)
+    assert begun == 5
+    one.maybe_save(6, parts(6), is_last=True)
+    one.close()
+    assert start(tmp_path)[1] == 6
+
+
 def test_a_copy_that_fails_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
