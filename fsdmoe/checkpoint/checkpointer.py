@@ -132,10 +132,9 @@ class Checkpointer(Saver):
         A run that will save takes its host memory here too (see ``prepare``).
         """
         loaded = None
-        goes_on = not self._begins_a_course()
         if self._begins_a_course() and self._saves:
             from_first(self._warn_of_deletion)
-        if self._copies is not None and goes_on:
+        if self._copies is not None and not self._begins_a_course():
             with self._naming_the_key():
                 loaded = self._copies.load(parts, self._policy(), saved=from_first(self._newest_step))
         if loaded is not None:
@@ -146,7 +145,7 @@ class Checkpointer(Saver):
         if self.config.interval > 0:
             self.prepare(parts)
         if self._copies is not None:
-            self._copies.begin(parts, goes_on=goes_on, loaded=None if loaded is None else loaded.name)
+            self._copies.begin(parts, loaded=None if loaded is None else loaded.name)
         return values
 
     def _warn_of_deletion(self) -> None:
