@@ -395,7 +395,7 @@ class Checkpointer(Saver):
         if not self._tidied:
             self.storage.tidy()
             if self._copies is None:
-                MemoryCopies.forget(self._own_folder)
+                MemoryCopies.drop_id(self._own_folder)
             self._tidied = True
         return name_for(step, [*self.storage.names(), *self._failed_names])
 

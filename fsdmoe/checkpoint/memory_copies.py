@@ -100,7 +100,7 @@ class MemoryCopies(Saver):
         """For the start card."""
 
     @staticmethod
-    def forget(checkpoints: StrPath) -> None:
+    def drop_id(checkpoints: StrPath) -> None:
         """The run goes on without copies: those of an earlier start are no longer of its course."""
         with suppress(OSError):
             (Path(checkpoints).expanduser() / _ID).unlink()

@@ -136,7 +136,7 @@ def warn_of_dropped_average(before: Config, now: Config) -> None:
     if before.optim.ema.decay and not now.optim.ema.decay and now.checkpoint.load != "none":
         logger.warning(
             "optim.ema.decay was %g: the averaged weights in the checkpoint are not loaded, and new ones "
-            "hold none, so they are lost once it is no longer kept (checkpoint.keep_last = %d); copy it to "
+            "hold none, so they are lost once it is no longer kept (keep_last = %d); copy it to "
             "another name than step_N to keep them, or set the key back",
             before.optim.ema.decay,
             now.checkpoint.keep_last,
