@@ -28,14 +28,16 @@ from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
 from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
 from fsdmoe.checkpoint.dcp_names import Family, parse_rule
 from fsdmoe.checkpoint.deployed import read_roundings
-from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_config import model_fields
 from fsdmoe.checkpoint.hf_export import DEFAULT_SHARD_BYTES, ExportPolicy, to_hf
 from fsdmoe.checkpoint.hf_folder import CONFIG
 from fsdmoe.checkpoint.hf_import import from_hf
 from fsdmoe.checkpoint.hf_understood import not_understood
+from fsdmoe.checkpoint.reader import check_sizes, open_checkpoint
 from fsdmoe.checkpoint.session import open_newest, open_verified
-from fsdmoe.checkpoint.storage import open_storage
+from fsdmoe.checkpoint.storage import Storage, open_storage
 from fsdmoe.checkpoint.tables import (
     about_line,
     folder_table,
@@ -278,12 +280,27 @@ def _list(options: argparse.Namespace, console: Console) -> int:
     root, _, _ = together(lambda: require(options.path))
     storage = open_storage(root)
     rows = []
-    for entry in all_entries(storage):
-        index = open_verified(storage, entry.name, "fast") if entry.serial else None
-        size = decimal(sum(file.num_bytes for file in index.files.values())) if index else "unreadable"
-        rows.append((entry.name, size, str(index.about.get("written", "")) if index else ""))
+    for name, index in _looked_at(storage).items():
+        if isinstance(index, DamagedCheckpointError):
+            rows.append((name, "damaged", f"{index.file}: {index.why}"))
+            continue
+        size = decimal(sum(file.num_bytes for file in index.files.values()))
+        rows.append((name, size, str(index.about.get("written", ""))))
     console.print(table(("checkpoint", "size", "written"), rows, root))
     return 0
+
+
+def _looked_at(storage: Storage) -> dict[str, Index | DamagedCheckpointError]:
+    """The checkpoints of a folder by name, the newest first; of one that lacks a file, or has one of another
+    size, what is wrong with it."""
+    found: dict[str, Index | DamagedCheckpointError] = {}
+    for entry in all_entries(storage):
+        try:
+            index = found[entry.name] = open_checkpoint(storage, entry.name)
+            check_sizes(storage, entry.name, index)
+        except DamagedCheckpointError as error:
+            found[entry.name] = error
+    return found
 
 
 def _prune(options: argparse.Namespace, console: Console) -> int:
@@ -297,9 +314,14 @@ def _prune(options: argparse.Namespace, console: Console) -> int:
     storage = open_storage(root)
     if holder := from_first(lambda: _run_of(root)):
         console.print(f"{root}: {holder}, holds this folder and may be running; it goes on saving here")
-    gone = from_first(lambda: retain(storage, options.keep_last, options.keep_every))
-    kept = [entry.name for entry in from_first(lambda: all_entries(storage))]
+    damaged = from_first(
+        lambda: [n for n, index in _looked_at(storage).items() if isinstance(index, DamagedCheckpointError)]
+    )
+    gone = from_first(lambda: retain(storage, options.keep_last, options.keep_every, damaged))
+    kept = [entry.name for entry in all_entries(storage)]
     console.print(f"{root}: deleted {', '.join(gone) or 'nothing'}; kept {', '.join(kept)}")
+    if damaged:
+        console.print(f"{root}: damaged, so neither counted nor deleted: {', '.join(damaged)}")
     return 0
 
 

@@ -68,6 +68,7 @@ class Checkpointer(Saver):
         self._limits = Limits(config.retries, config.hang_seconds)
         storage = open_storage(config.folder or folder, self._limits)
         super().__init__(config, storage, meshes=meshes, about=about)
+        self._own_folder = folder
         self._run = _run_folder(folder)
         self._place = self._place_of_start()
         self._only_model = config.load_only_model
@@ -131,10 +132,9 @@ class Checkpointer(Saver):
         A run that will save takes its host memory here too (see ``prepare``).
         """
         loaded = None
-        goes_on = not self._begins_a_course()
         if self._begins_a_course() and self._saves:
             from_first(self._warn_of_deletion)
-        if self._copies is not None and goes_on:
+        if self._copies is not None and not self._begins_a_course():
             with self._naming_the_key():
                 loaded = self._copies.load(parts, self._policy(), saved=from_first(self._newest_step))
         if loaded is not None:
@@ -145,7 +145,7 @@ class Checkpointer(Saver):
         if self.config.interval > 0:
             self.prepare(parts)
         if self._copies is not None:
-            self._copies.begin(parts, goes_on=goes_on, loaded=None if loaded is None else loaded.name)
+            self._copies.begin(parts, loaded=None if loaded is None else loaded.name)
         return values
 
     def _warn_of_deletion(self) -> None:
@@ -394,6 +394,8 @@ class Checkpointer(Saver):
         self.before_save()
         if not self._tidied:
             self.storage.tidy()
+            if self._copies is None:
+                MemoryCopies.drop_id(self._own_folder)
             self._tidied = True
         return name_for(step, [*self.storage.names(), *self._failed_names])
 

@@ -99,6 +99,12 @@ class MemoryCopies(Saver):
         self.text = ""
         """For the start card."""
 
+    @staticmethod
+    def drop_id(checkpoints: StrPath) -> None:
+        """The run goes on without copies: those of an earlier start are no longer of its course."""
+        with suppress(OSError):
+            (Path(checkpoints).expanduser() / _ID).unlink()
+
     def _use(self, identity: str) -> None:
         self._folder = self._run / identity
         self.storage = LocalStorage(self._folder / self._nodes.name)
@@ -155,14 +161,14 @@ class MemoryCopies(Saver):
         have(together(lambda: files_to_read(index, parts, policy)))
         return load_first(storage, [copy.name], parts, policy, explicit=True)
 
-    def begin(self, parts: Parts, *, goes_on: bool, loaded: str | None) -> None:
-        """Make ready for the first copy of this start. Copies of an earlier course of the run are removed,
-        and all others but the one that was ``loaded``.
+    def begin(self, parts: Parts, *, loaded: str | None) -> None:
+        """Make ready for the first copy of this start. All copies are removed but the one that was
+        ``loaded``; without one this is another course, to which those on other hosts do not belong.
 
         Raises:
             ConfigError: The hosts have no memory for copies.
         """
-        if not goes_on or self._folder.name == _NO_ID:
+        if loaded is None:
             self._use(from_first(self._renew_id))
         tensors = together(lambda: snapshot(parts, self._meshes)[0])
 

@@ -181,7 +181,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise CheckpointError("the optimizer holds a parameter that the model does not have")
-            state[names[id(parameter)]] = dict(optimizer.state.get(parameter, {}))
+            name = names[id(parameter)]
+            if name in state:
+                raise CheckpointError(
+                    f"{name}: the optimizer holds a parameter of this name of two models, and states are "
+                    "kept by name; save the models as one (torch.nn.ModuleDict), or make two optimizers"
+                )
+            state[name] = dict(optimizer.state.get(parameter, {}))
     groups = [
         {key: _plain(value) for key, value in group.items() if key != "params"}
         | {MEMBERS: [names[id(parameter)] for parameter in group["params"]]}

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.saved_box import SavedBox, check_whole
 from fsdmoe.checkpoint.tree import Tree
+
+logger = logging.getLogger(__name__)
 
 
 class Proposal(NamedTuple):
@@ -28,6 +31,8 @@ class Proposal(NamedTuple):
     """None: as of the last plan that was carried out."""
     digests: dict[str, str]
     """Of the plain values, by section."""
+    checksums: dict[str, int]
+    """Of the tensors that are no part of a larger one, with the boxes."""
 
 
 @dataclass
@@ -54,17 +59,23 @@ class PlanCache:
         self.mine = None
         self.all_signatures, self.all_boxes = [], []
 
-    def propose(self, boxes: Iterable[SavedBox], values: Tree) -> Proposal:
-        """For the coordinator: this rank's boxes, unless they are those of the last save."""
+    def propose(
+        self, boxes: Iterable[SavedBox], values: Tree, checksums: Callable[[], dict[str, int]] = dict
+    ) -> Proposal:
+        """For the coordinator: this rank's boxes, unless they are those of the last save. ``checksums`` is
+        asked with them, when all of the tensors are copies or keep still."""
         held = list(boxes)
         self.proposed = _digest(repr(held))
         is_known = self.mine is not None and self.signature == self.proposed
         digests = {key: _digest(json.dumps(value, sort_keys=True)) for key, value in values.items()}
-        return Proposal(self.proposed, None if is_known else held, digests)
+        if is_known:
+            return Proposal(self.proposed, None, digests, {})
+        return Proposal(self.proposed, held, digests, checksums())
 
     def decide(self, proposals: list[Proposal]) -> list[list[SavedBox] | None]:
         """On the coordinator: what each rank writes; None everywhere where nothing changed."""
         _check_values_agree([proposal.digests for proposal in proposals])
+        _warn_of_differing([proposal.checksums for proposal in proposals])
         signatures = [proposal.signature for proposal in proposals]
         is_same = all(proposal.boxes is None for proposal in proposals)
         if is_same and signatures == self.all_signatures:
@@ -125,6 +136,21 @@ def _check_values_agree(digests: list[dict[str, str]]) -> None:
                 f"values under {', '.join(map(repr, differing))} differ between rank 0 and rank {rank}; "
                 "a checkpoint holds one value for all ranks, so that it can be loaded on any number of them"
             )
+
+
+def _warn_of_differing(checksums: list[dict[str, int]]) -> None:
+    """Of tensors that are plain on every rank, such as a random state of each."""
+    for rank, other in enumerate(checksums):
+        names = [name for name, found in other.items() if found != checksums[0].get(name, found)]
+        if names:
+            logger.warning(
+                "%s%s: rank %d has other values than rank 0; a checkpoint holds one tensor for all ranks, "
+                "which a load gives to each. To keep each rank's own, save all of them as one tensor",
+                names[0],
+                f" and {len(names) - 1} more" if len(names) > 1 else "",
+                rank,
+            )
+            return
 
 
 def _digest(text: str) -> str:

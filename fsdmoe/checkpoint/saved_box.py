@@ -7,6 +7,7 @@ are views of it. Every rank writes some of the boxes, and all of them make up ev
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from fsdmoe.checkpoint.format import Shape, check_tiling
 from fsdmoe.checkpoint.safetensors_header import build_header
 
 _BOUNCE_BYTES = 32 << 20
+_COMPARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,18 @@ def held_boxes(tensors: Mapping[str, torch.Tensor]) -> Boxes:
             box = SavedBox(name, tuple(data.size), data.properties.dtype, offsets, sizes)
             boxes[box] = partial(find_tensor_shard, tensor, item.index)
     return boxes
+
+
+def plain_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Of the beginnings of tensors that each rank has whole, for comparing ranks."""
+    found = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach()
+        if type(plain) is not torch.Tensor or not plain.numel():
+            continue
+        first = plain.flatten()[: _COMPARED_BYTES // plain.element_size()]
+        found[name] = zlib.crc32(first.cpu().contiguous().view(torch.uint8).numpy().data)
+    return found
 
 
 def check_whole(boxes: Iterable[SavedBox]) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -27,7 +28,15 @@ from fsdmoe.checkpoint.format import MANIFEST, Index, StoredTensor, is_scale_his
 from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, refuse_transposed
 from fsdmoe.checkpoint.planner import PlanCache, Proposal
 from fsdmoe.checkpoint.reader import RegionReader, check_blocks, check_sizes, open_checkpoint, region_reads
-from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, check_whole, held_boxes, no_progress
+from fsdmoe.checkpoint.saved_box import (
+    Boxes,
+    Progress,
+    SavedBox,
+    check_whole,
+    held_boxes,
+    no_progress,
+    plain_checksums,
+)
 from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree, join_tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder, WrittenFile, begin, finish, write_share
@@ -51,10 +60,11 @@ def write_state(
     """
     plan = PlanCache() if cache is None else cache
     held: Boxes = {}
+    checksums = partial(plain_checksums, tensors) if world(group)[1] > 1 else dict
 
     def propose() -> Proposal:
         held.update(held_boxes(tensors))
-        return plan.propose(held, order.values)
+        return plan.propose(held, order.values, checksums)
 
     def decide(proposals: list[Proposal]) -> list[list[SavedBox] | None]:
         decided = plan.decide(proposals)
@@ -211,20 +221,30 @@ def _match(
             change = f"{theirs.dtype} to {ours.dtype}"
             converted[change] = converted.get(change, 0) + 1
     if problems:
-        fix = ""
-        if all(problem.startswith(f"optimizer{SEPARATOR}") for problem in problems):
-            fix = "\n  only the optimizer's state is another; checkpoint.load_only_model = true leaves it out"
-        if any(".lora_" in problem for problem in problems):
-            fix = (
-                "\n  the adapters are not the same: one of the runs has none, or others. Give this run a "
-                "folder of its own (train.output_dir); to train adapters on the weights of a run, write them "
-                "with to-hf and start from that folder"
-            )
-        raise CheckpointError(f"{name} does not fit:{listed(problems, 20)}{fix}")
+        raise CheckpointError(f"{name} does not fit:{listed(problems, 20)}{_way_out(problems)}")
     for change, count in converted.items():
         if world()[0] == 0:
             logger.warning("%s: %d tensors are converted from %s", name, count, change)
     return {key: tensors[key] for key in tensors if key in stored}
+
+
+def _way_out(problems: list[str]) -> str:
+    """What to do about tensors that do not fit, where they tell which setting is another."""
+    if any(".lora_" in problem for problem in problems):
+        return (
+            "\n  the adapters are not the same: one of the runs has none, or others. Give this run a "
+            "folder of its own (train.output_dir); to train adapters on the weights of a run, write them "
+            "with to-hf and start from that folder"
+        )
+    if all(problem.startswith((f"optimizer{SEPARATOR}", f"ema{SEPARATOR}")) for problem in problems):
+        return (
+            "\n  the weights fit: only what the optimizer keeps is another (optim.name, formats of moments, "
+            "frozen in optim.groups); set it back, or leave it out by load_only_model = true, which begins "
+            "at step 0"
+        )
+    if all("e_score_correction_bias: " in problem for problem in problems):
+        return "\n  experts.balance.bias_rate above 0 gives a model these biases; set it as it was there"
+    return ""
 
 
 def _without_histories(name: str, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -284,7 +284,8 @@ class _MainRank:
 
     def lacks_evaluation(self, step: int) -> bool:
         evals = self._history.evals
-        return 0 < step == self._history.last_step and not (evals and evals[-1].step == step)
+        # The step itself may have no row: one that is not due is written at the end, and a kill is none.
+        return self._history.last_step > 0 and not (evals and evals[-1].step == step)
 
     def log_samples(self, step: int, samples: Mapping[str, str]) -> None:
         self._metrics.write({"step": step, "samples": dict(samples)})

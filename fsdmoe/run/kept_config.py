@@ -104,6 +104,7 @@ def told_changes(folder: Path, config: Config) -> list[str]:
         why_unread = _unread(key, config)
         logger.info("changed since the last start: %s%s", line, f"; {why_unread}" if why_unread else "")
     warn_of_trained_documents(before, config)
+    warn_of_dropped_average(before, config)
     return list(lines.values())
 
 
@@ -127,6 +128,18 @@ def warn_of_trained_documents(before: Config, now: Config) -> None:
             "data.holdout was %g: documents that are held out only since now have been trained on, so that "
             "the held-out loss is lower than that of new text",
             before.data.holdout,
+        )
+
+
+def warn_of_dropped_average(before: Config, now: Config) -> None:
+    """Where the checkpoints that hold averaged weights are followed by some that do not."""
+    if before.optim.ema.decay and not now.optim.ema.decay and now.checkpoint.load != "none":
+        logger.warning(
+            "optim.ema.decay was %g: the averaged weights in the checkpoint are not loaded, and new ones "
+            "hold none, so they are lost once it is no longer kept (keep_last = %d); copy it to "
+            "another name than step_N to keep them, or set the key back",
+            before.optim.ema.decay,
+            now.checkpoint.keep_last,
         )
 
 

@@ -267,7 +267,8 @@ class RunLock:
         who = f"{held} holds" if held else f"{LOCK} is there and cannot be read, so that a run may hold"
         begin = f"{self._key}: expected a folder that no other run uses, but {who} {folder}"
         if state is HolderState.RUNS:
-            return f"{begin}, and is running; {other}, or stop that one first"
+            copied = f"where {folder} is a copy of its folder, remove {self.path}"
+            return f"{begin}, and is running; {other}, or stop that one first; {copied}"
         look = f" (look for process {held.pid} on {held.host})" if held else ""
         if held is not None and held.job:
             look = f" (`squeue -j {held.job}` lists it if it does)"

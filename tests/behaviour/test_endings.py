@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from torch import nn
 
 import train
@@ -98,6 +99,36 @@ def _left_evaluation(folder: str) -> tuple[str, list[float], str, list[float]]:
 def test_an_evaluation_that_a_signal_ended_is_made_by_the_next_start(tmp_path: Path) -> None:
     found = run_ranks(_left_evaluation, 1, str(tmp_path / "run"))[0]
     assert found == ("stopped by SIGTERM", [], "finished", [4])
+
+
+class Killed(BaseException):
+    """In the place of a SIGKILL: nothing is closed."""
+
+
+def _killed_in_evaluation(folder: str) -> tuple[list[float], list[float]]:
+    """The steps that a run has evaluated that is killed in its first evaluation, and its next start."""
+    config = tiny_config(
+        folder, 1, train__steps=4, train__eval_interval=2, train__eval_batches=1, checkpoint__interval=2,
+        checkpoint__load="latest", checkpoint__asynchronous=False, observe__log_interval=3,
+    )  # fmt: skip
+
+    def evaluated() -> list[float]:
+        return [row["step"] for row in rows(Path(folder)) if "eval_loss" in row]
+
+    run = Run(config, build_meshes(config.mesh))
+    with mock.patch.object(run.feed, "held_out_loss", side_effect=Killed), pytest.raises(Killed):
+        run.loop([])
+    before = evaluated()
+    run.data.close()
+    again = Run(config, build_meshes(config.mesh))
+    again.close(again.loop([]))
+    again.checkpoints.close()
+    return before, evaluated()
+
+
+def test_an_evaluation_in_which_a_run_was_killed_is_made_by_the_next_start(tmp_path: Path) -> None:
+    """Its step has no row of its own yet, where steps are not logged one by one."""
+    assert run_ranks(_killed_in_evaluation, 1, str(tmp_path / "run"))[0] == ([], [2, 4])
 
 
 def _poisoned(output_dir: str, steps: set[int]) -> tuple[list[float], int]:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, LoadPolicy
+from fsdmoe.checkpoint.tree import join_tree
 from fsdmoe.core.placement import Placement, halves, local_tensor, placed_parameter
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
@@ -64,6 +66,24 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: Any) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert isinstance(optimizer.param_groups[0].get("betas", ()), tuple)
     assert train(model, optimizer, range(5, 15)) == expected
+
+
+def test_one_optimizer_of_two_models_keeps_the_states_of_both(tmp_path: Path) -> None:
+    def start() -> tuple[nn.Linear, nn.Linear, torch.optim.Optimizer]:
+        actor, critic = nn.Linear(2, 2), nn.Linear(2, 2)
+        return actor, critic, torch.optim.AdamW([*actor.parameters(), *critic.parameters()])
+
+    actor, critic, optimizer = start()
+    (actor(torch.ones(2)) * critic(torch.ones(2))).sum().backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=r"^weight: the optimizer holds .* of two models"):
+        checkpoint.save(tmp_path / "ckpt", actor, optimizer, critic=critic)
+    checkpoint.save(tmp_path / "ckpt", nn.ModuleDict({"actor": actor, "critic": critic}), optimizer)
+    resumed = start()
+    checkpoint.load(tmp_path / "ckpt", nn.ModuleDict({"actor": resumed[0], "critic": resumed[1]}), resumed[2])
+    for model, other in ((actor, resumed[0]), (critic, resumed[1])):
+        moments = [each.state[m.weight]["exp_avg"] for each, m in ((optimizer, model), (resumed[2], other))]
+        assert torch.equal(*moments)
 
 
 def test_only_the_model_is_loaded_on_request(tmp_path: Path) -> None:
@@ -129,6 +149,21 @@ def test_every_misfit_is_listed_at_once(tmp_path: Path) -> None:
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "fix"),
+    [
+        ("optimizer", "state/w/exp_avg", r"frozen in optim\.groups"),
+        ("ema", "tensors/w", r"frozen in optim\.groups"),
+        ("model", "layers.0.gate.e_score_correction_bias", r"experts\.balance\.bias_rate"),
+    ],
+)
+def test_a_misfit_that_a_setting_makes_names_it(tmp_path: Path, part: str, name: str, fix: str) -> None:
+    whole = join_tree({name: torch.zeros(2)}, {})
+    checkpoint.save(tmp_path / "ckpt", **{part: whole})
+    with pytest.raises(CheckpointError, match=fix):
+        checkpoint.load(tmp_path / "ckpt", **{part: {}})
+
+
 def test_a_lenient_load_takes_what_fits_by_name(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "ckpt", part={"a": torch.ones(2), "c": torch.ones(2)})
     part = {"a": torch.zeros(2), "d": torch.zeros(1)}
@@ -176,6 +211,23 @@ def test_objects_tell_and_take_their_state(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "ckpt", counter=other) == {}
     assert other.count == 7
     assert other.seen.tolist() == [7, 7]
+
+
+def _save_own(folder: str) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdmoe.checkpoint.planner").addHandler(handler)
+    own = torch.full((3,), float(dist.get_rank()))
+    checkpoint.save(f"{folder}/ckpt", states={"random": own, "alike": torch.ones(2)})
+    return told
+
+
+def test_plain_tensors_that_ranks_do_not_share_are_named(tmp_path: Path) -> None:
+    told, others = run_ranks(_save_own, 2, str(tmp_path))
+    (line,) = told
+    assert line.startswith("states/random: rank 1 has other values than rank 0; ")
+    assert others == []
 
 
 def test_saving_again_replaces_a_checkpoint_at_once(tmp_path: Path) -> None:

@@ -75,6 +75,21 @@ def test_list_and_prune_show_and_delete_checkpoints(folder: Path, capsys: pytest
     assert "expected a folder of checkpoints" in " ".join(err.split())
 
 
+def test_a_damaged_newest_is_listed_as_such_and_prune_keeps_a_whole_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(folder / "step_00000002/data-00000-0.safetensors", 100)
+    code, out, _ = run(capsys, "list", folder)
+    assert code == 0
+    assert "damaged" in out.split("step_00000002")[1]
+    assert "80.5 kB" in out.split("step_00000001")[1]
+    code, out, _ = run(capsys, "prune", folder, "--keep-last", 1)
+    assert code == 0
+    assert "deleted nothing; kept step_00000002, step_00000001" in out
+    assert "damaged, so neither counted nor deleted: step_00000002" in out
+    assert (folder / "step_00000001").exists()
+
+
 def test_prune_finds_the_run_around_the_folder_that_it_is_called_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

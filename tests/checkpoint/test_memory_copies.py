@@ -1,5 +1,6 @@
 """Copies of a run's state in host memory: what is resumed after a lost host, a kill or a damaged file."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,6 +131,25 @@ def test_a_run_that_goes_back_forgets_what_it_did_since(tmp_path: Path) -> None:
     back = one.go_back(state)
     assert back is not None
     assert back["step"] == 5
+    assert start(tmp_path)[1] == 5
+
+
+def test_copies_from_before_a_start_without_them_are_not_resumed(tmp_path: Path) -> None:
+    run_until(7, tmp_path, interval=5)
+    one, begun = start(tmp_path, in_memory=0)
+    assert begun == 5
+    one.maybe_save(6, parts(6), is_last=True)
+    one.close()
+    assert start(tmp_path)[1] == 6
+
+
+def test_copies_on_hosts_that_a_start_did_not_have_are_not_resumed(tmp_path: Path, memory: Path) -> None:
+    run_until(7, tmp_path, interval=5)
+    memory.rename(tmp_path / "other hosts")
+    memory.mkdir()
+    run_until(6, tmp_path, interval=100)  # on from step 5, another course than that to step 7
+    shutil.rmtree(memory)
+    (tmp_path / "other hosts").rename(memory)
     assert start(tmp_path)[1] == 5
 
 

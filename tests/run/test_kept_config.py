@@ -59,6 +59,20 @@ def test_documents_that_were_trained_on_are_not_called_held_out_without_a_word(
     assert told.startswith("data.holdout was 0.01: ")
 
 
+def test_an_average_that_a_run_drops_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    on, off, anew = (
+        tiny_config(str(tmp_path), 1, checkpoint__load=load, optim__ema__decay=decay)
+        for load, decay in (("latest", 0.99), ("latest", 0.0), ("none", 0.0))
+    )
+    write_kept(tmp_path, kept_text(on, {}, {}))
+    told_changes(tmp_path, on)
+    told_changes(tmp_path, anew)
+    assert not caplog.messages
+    told_changes(tmp_path, off)
+    (told,) = caplog.messages
+    assert told.startswith("optim.ema.decay was 0.99: the averaged weights in the checkpoint are not loaded")
+
+
 def test_keys_that_leave_all_parameters_as_they_are_do_not_make_another_model() -> None:
     before = tiny_config("run", 1)
     now = tiny_config("run", 1, model__rope_theta=5e5, model__num_experts_per_tok=1, train__seed=4)

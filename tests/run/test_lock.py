@@ -67,7 +67,8 @@ def test_a_run_on_this_machine_is_never_taken_over(tmp_path: Path, take_over: bo
     said = told(tmp_path, take_over=take_over)
     assert said.startswith("train.output_dir: expected a folder that no other run uses, but the run of host ")
     assert f"pid {os.getpid()}, which began at " in said
-    assert said.endswith("and is running; give this run another train.output_dir, or stop that one first")
+    assert "and is running; give this run another train.output_dir, or stop that one first; " in said
+    assert said.endswith(f"where {tmp_path} is a copy of its folder, remove {tmp_path / LOCK}")
 
 
 def ended_pid() -> int:
