@@ -96,6 +96,17 @@ def test_generation_refuses_a_model_without_a_tokenizer(tmp_path: Path) -> None:
         example("generate").main(str(tmp_path / "hf"), "w1")
 
 
+def test_the_tiny_model_takes_the_place_of_no_other(tmp_path: Path) -> None:
+    """Many pages have the reader write it to ``tutorial/model``, where they may have put their own."""
+    example("make_tiny_model").main(str(tmp_path / "model"))
+    example("make_tiny_model").main(str(tmp_path / "model"))
+    (tmp_path / "model/config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 151936}')
+    (tmp_path / "model/model-00001-of-00016.safetensors").write_text("weights")
+    with pytest.raises(SystemExit, match="got another model; name another"):
+        example("make_tiny_model").main(str(tmp_path / "model"))
+    assert (tmp_path / "model/model-00001-of-00016.safetensors").exists()
+
+
 def test_fine_tuning_a_folder_leaves_a_checkpoint(tmp_path: Path) -> None:
     make_folder(tmp_path / "hf")
     (tmp_path / "text.txt").write_text(" ".join(f"w{n % 64}" for n in range(200)))

@@ -24,6 +24,7 @@ from fsdmoe.config.values import Problems
 from fsdmoe.config.warnings import cpu_warnings, warnings_of
 from fsdmoe.core import events
 from fsdmoe.core.failures import own_rank, report_error
+from fsdmoe.core.rules import unreachable
 from fsdmoe.observe.console import suppress_broken_pipe
 
 
@@ -80,9 +81,25 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         argv: The arguments.
         world_size: The number of ranks; else the launcher's environment says it.
     """
+    try:
+        return _load(argv, world_size)
+    except OSError as error:  # pathlib's is_file() and the like, too, in a folder that may not be entered
+        _exit_with([unreachable(error, written_in(argv))])
+
+
+def written_in(argv: Sequence[str]) -> dict[str, Any]:
+    """Everything that the user wrote: the tables of the file that is named, flags and overrides."""
+    flags, overrides = split_arguments(argv, [])
+    resuming = _run_flag(flags)
+    file = f"{flags[resuming]}/{KEPT}" if resuming else flags.get("--config")
+    return {**({} if file is None else read_toml(file, [])), **flags, **overrides}
+
+
+def _load(argv: Sequence[str], world_size: int | None) -> CommandLine:
     for flag in ("--help", "-h"):
         if flag in argv:
-            _print_help([*argv[argv.index(flag) + 1 :], None][0])
+            words = [word for word in argv[argv.index(flag) + 1 :] if word not in (*BARE, *WITH_VALUE)]
+            _print_help([*words, None][0])
     problems: Problems = []
     flags, overrides = split_arguments(argv, problems)
     if world_size is None or "--world" in flags:

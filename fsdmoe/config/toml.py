@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -25,7 +26,7 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
     if is_packaged(path):
         return _read_packaged(PACKAGED / f"{path}.toml")
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         files = sorted(PACKAGED.rglob("*.toml"), key=lambda file: (len(file.parts), file))
         names = [file.relative_to(PACKAGED).with_suffix("").as_posix() for file in files]
@@ -35,7 +36,9 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
         inside = sorted(str(file) for file in Path(path).glob("*.toml"))
         fix = f"name a file in it: {', '.join(inside[:3])}" if inside else "name a .toml file"
         problems.append(f"--config: expected a file, got the folder {path!r}; {fix}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except OSError as error:
+        problems.append(f"--config: cannot read {path!r} ({error.strerror}); check its permissions")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         fix = _toml_fix(file, str(error))
         problems.append(f"--config: {path!r} is not readable as TOML: {error}; {fix}")
     return {}
@@ -43,8 +46,7 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
 
 def is_packaged(name: str) -> bool:
     """Whether this names a packaged configuration, and no file here."""
-    file = Path(name)
-    return not file.suffix and not file.is_file() and (PACKAGED / f"{name}.toml").is_file()
+    return not Path(name).suffix and not os.path.isfile(name) and os.path.isfile(PACKAGED / f"{name}.toml")
 
 
 def _toml_fix(file: Path, error: str) -> str:

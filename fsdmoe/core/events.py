@@ -38,7 +38,7 @@ def append(folder: Path, event: str, **facts: Any) -> None:
 def read(folder: Path) -> list[dict[str, Any]]:
     """All whole lines, in order; none without a file."""
     found = []
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         for line in (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):
                 row = json.loads(line)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _MOST_SHOWN = 12
@@ -128,6 +128,35 @@ def near_file(path: str) -> str | None:
     except OSError:
         return None
     return f"did you mean {os.path.join(folder, close[0])}?" if close else None
+
+
+def unreachable(error: OSError, written: Mapping[str, Any]) -> str:
+    """A line about a path that cannot be looked at, by the key of ``written`` that names it or a folder above
+    it. Any other error goes on."""
+    found = os.path.abspath(error.filename or "")
+    keys = {
+        len(path): key
+        for key, text in _texts(written)
+        if (path := os.path.abspath(os.path.expanduser(text))) == found or found.startswith(f"{path}/")
+    }
+    if error.filename is None or not keys:
+        raise error
+    return (
+        f"{keys[max(keys)]}: expected a path that this user may read, got {error.filename!r} "
+        f"({error.strerror}); change its permissions, or name another"
+    )
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in tables, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner, key)
 
 
 def choice_like(name: str, known: Sequence[str]) -> str | None:

@@ -16,11 +16,11 @@ import numpy as np
 
 from fsdmoe.config import Config
 from fsdmoe.config.build import compose
-from fsdmoe.config.command_line import split_arguments
+from fsdmoe.config.command_line import split_arguments, written_in
 from fsdmoe.config.toml import read_toml
 from fsdmoe.config.warnings import warnings_of
 from fsdmoe.core.errors import ConfigError, refuse
-from fsdmoe.core.rules import choice_like, counted
+from fsdmoe.core.rules import choice_like, counted, unreachable
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.config import DataConfig, keyed_sources
 from fsdmoe.data.packing import pack_rows
@@ -74,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 _measure(stream, given.steps, rows // given.dp_size * config.data.seq_len)
     except ConfigError as error:
         print(error, file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        named = [] if given.config is None else ["--config", given.config]
+        print(unreachable(error, written_in([*named, *others])), file=sys.stderr)
         sys.exit(2)
 
 

@@ -199,7 +199,7 @@ def _read(template: str) -> str:
         return CHATML
     path = Path(template).expanduser()
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f'data.chat_template: expected "chatml" or the path of a Jinja file, got {template!r} ({error}); '

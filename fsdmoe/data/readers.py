@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -212,13 +213,14 @@ def _checked_record(
     try:
         record = json.loads(raw) if isinstance(raw, bytes) else raw
     except ValueError as error:
-        is_array = isinstance(raw, bytes) and raw.lstrip().startswith(b"[")
+        is_array = where.endswith(":1") and isinstance(raw, bytes) and raw.lstrip().startswith(b"[")
         fix = _one_a_line(where) if is_array else "fix or remove the line"
         if not is_array and where.endswith(":1"):
             fix = f'write one JSON object a line, or set {key}.kind = "text" if it is prose'
         raise ConfigError(f"{key}.path: {where}: not JSON ({error}); {fix}") from error
     if not isinstance(record, dict):
-        fix = _one_a_line(where) if isinstance(record, list) else "fix or remove the line"
+        is_array = where.endswith(":1") and isinstance(record, list)
+        fix = _one_a_line(where) if is_array else "fix or remove the line"
         raise ConfigError(f"{key}.path: {where}: expected a JSON object, got {_kind_of(record)}; {fix}")
     if needed == FIELDS["chat"]:
         record = with_messages(record)
@@ -234,7 +236,9 @@ def _checked_record(
 def _one_a_line(where: str) -> str:
     """For a file that is one JSON array."""
     path = where.rpartition(":")[0]
-    return f"write one object a line, not an array of them: jq -c '.[]' {path} > {Path(path).stem}.jsonl"
+    other = f"{Path(path).stem}{'.lines' if path.endswith('.jsonl') else ''}.jsonl"  # `>` would empty `path`
+    command = f"jq -c '.[]' {shlex.quote(path)} > {shlex.quote(other)}"
+    return f"write one object a line, not an array of them: {command}"
 
 
 def _fix(key: str, record: dict[str, Any], needed: tuple[str, ...]) -> str:

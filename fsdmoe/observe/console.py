@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -39,6 +40,7 @@ class LastingConsole(Console):
 @contextlib.contextmanager
 def suppress_broken_pipe() -> Iterator[None]:
     """A reader that closes the pipe early (``--help | head``) is no error."""
+    _take_any_text(sys.stdout)
     try:
         try:
             yield
@@ -56,8 +58,16 @@ def _turn_to_nowhere(stream: IO[str]) -> None:
     os.close(nowhere)
 
 
+def _take_any_text(stream: IO[str]) -> None:
+    """Write an escape for a character that the encoding lacks (Latin-1, ASCII), so that no sample of a model
+    and no name of a folder ends a run."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
+
+
 def make_console(progress: ProgressChoice = "auto") -> Console:
     """A console on the standard output of the moment, wide where it is not a terminal."""
+    _take_any_text(sys.stdout)
     console = LastingConsole(force_terminal=True if progress == "on" else None, highlight=False)
     return console if console.is_terminal else LastingConsole(highlight=False, width=PLAIN_WIDTH)
 

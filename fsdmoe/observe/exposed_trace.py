@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdmoe.core.errors import ConfigError
 from fsdmoe.observe.exposed import KINDS, Interval, kind_of_traffic
 
 EMULATED = "fabric_"
@@ -37,9 +38,15 @@ class Timeline(NamedTuple):
 def read_trace(path: str | Path) -> Timeline:
     """Of a Chrome trace that torch's profiler wrote, packed or not."""
     path = Path(path)
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        content = json.load(file)
-    events = content["traceEvents"] if isinstance(content, dict) else content
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            content = json.load(file)
+        events = content["traceEvents"] if isinstance(content, dict) else content
+    except (ValueError, KeyError, EOFError, gzip.BadGzipFile) as error:
+        raise ConfigError(
+            f"{path}: expected a whole Chrome trace, found another file or a part of one "
+            f"({type(error).__name__}: {error}); name one of a run's profile/ folder"
+        ) from error
     return timeline_of(events)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fsdmoe.core.errors import ConfigError
 from fsdmoe.core.hush import hush_libraries
+from fsdmoe.core.rules import unreachable
 from fsdmoe.observe.console import suppress_broken_pipe
 from fsdmoe.plan.answer import answer
 from fsdmoe.plan.hardware import FABRICS, GPUS
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted, ranking = answer(request)
     except (ConfigError, ImportError) as error:
         return _refuse(error, 2)
+    except OSError as error:
+        return _refuse(ConfigError(unreachable(error, {"model": options.model, "--loads": options.loads})), 2)
     try:
         best = ranking.best
         check(tables_of(best, wanted), request.num_gpus)

@@ -145,6 +145,44 @@ def test_a_missing_corpus_is_refused_before_anything_is_built() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.hf",
+        "data.path",
+        "data.tokenizer",
+        "train.output_dir",
+        "checkpoint.folder",
+        "checkpoint.load",
+        "resume",
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_named_by_its_key(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a name that is too long, which fails for root too, as a folder of others does for all but root."""
+    monkeypatch.chdir(tmp_path)
+    path = "x" * 300 + "/y"
+    kind = ["--data.kind", "text"] if key == "data.path" else []
+    with pytest.raises(SystemExit) as end:
+        load_config([f"--{key}", path, *kind])
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    name = "--resume" if key == "resume" else key
+    assert line.startswith(f"fsdmoe: {name}: expected a path that this user may read, got 'xxx"), line
+    assert line.endswith("(File name too long); change its permissions, or name another\n"), line
+
+
+def test_a_path_in_a_file_that_cannot_be_looked_at_is_named_by_its_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(f'[[data.sources]]\nkind = "text"\npath = "{"x" * 300}"\n')
+    with pytest.raises(SystemExit):
+        load_config(["--config", str(path)])
+    assert capsys.readouterr().err.startswith("fsdmoe: data.sources.path: expected a path that this user may")
+
+
 def test_print_config_prints_what_the_run_would_use(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         load_config(["--config", str(ROOT / "configs/quickstart.toml"), "--train.steps=11", "--print-config"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdmoe.config import Config
+from fsdmoe.config import Config, load_config
 from fsdmoe.config.help import help_text, shown
 from fsdmoe.config.keys import all_keys
 from fsdmoe.config.schema import SECTIONS, by_dotted_key
@@ -39,6 +39,13 @@ def test_help_all_documents_every_field() -> None:
 )
 def test_help_finds_keys_by_section_and_by_word(word: str, key: str) -> None:
     assert key in help_text(word)
+
+
+def test_the_help_of_the_check_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(["-h", "--check-only"])  # what `fsdmoe check -h` comes to
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_defaults_are_shown_as_the_command_line_takes_them() -> None:

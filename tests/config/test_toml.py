@@ -80,6 +80,20 @@ def test_a_file_of_another_format_is_called_what_it_is(
     assert said in problems[0]
 
 
+def test_a_file_of_an_editor_that_marks_utf_8_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[train]\nsteps = 3\n", encoding="utf-8-sig")
+    problems: list[str] = []
+    assert read_toml(str(tmp_path / "a.toml"), problems) == {"train": {"steps": 3}}
+    assert not problems
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    problems: list[str] = []
+    for name in ("x" * 300, "x" * 300 + ".toml"):  # as a file of somebody else; this fails for root too
+        read_toml(str(tmp_path / name), problems)
+    assert [line.startswith("--config: cannot read") for line in problems] == [True, True]
+
+
 def test_what_an_earlier_version_printed_still_loads() -> None:
     written = tomllib.loads(PRINTED.read_text())
     config, problems = build(written, world=64)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from tests.support.chat_tokenizers import (
     released_templates,
     user,
 )
+from tests.support.scripts import IMPORTS_ROOT
 
 pytestmark = requires_transformers
 
@@ -324,6 +328,20 @@ def test_a_named_template_needs_the_tokens_of_its_markers(tmp_path: Path) -> Non
         encoder_of(tokenizer, tmp_path, str(tmp_path / "llama3.jinja"))
     with pytest.raises(ConfigError, match=r'data\.chat_template: expected "chatml" or the path'):
         encoder_of(tokenizer, tmp_path, str(tmp_path / "nowhere.jinja"))
+
+
+def test_a_named_template_is_read_as_utf_8_in_any_locale(tmp_path: Path) -> None:
+    """DeepSeek's markers are no ASCII."""
+    (tmp_path / "a.jinja").write_text("<\uff5cUser\uff5c>", encoding="utf-8")
+    script = (
+        f"from fsdmoe.data.chat_template import _read; print(ascii(_read({str(tmp_path / 'a.jinja')!r})))"
+    )
+    plain = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | IMPORTS_ROOT | plain, check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == "'<\\uff5cUser\\uff5c>'\n"
 
 
 def test_a_tokenizer_without_a_template_asks_for_one_for_messages_alone(tmp_path: Path) -> None:

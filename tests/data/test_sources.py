@@ -217,9 +217,14 @@ BAD_FILES = {
         r"a\.jsonl:1: expected a JSON object, got int; fix or remove the line",
     ),
     "an array of objects": (
-        {"kind": "jsonl", "path": "a.json"},
-        {"a.json": '[{"text": "a"}]'},
-        r"data\.path: .*a\.json:1: expected a JSON object, got list; write one object a line, .*a\.jsonl",
+        {"kind": "jsonl", "path": "a.jsonl"},
+        {"a.jsonl": '[{"text": "a"}]'},
+        r"data\.path: .*a\.jsonl:1: expected a JSON object, got list; write one .*a\.jsonl > a\.lines\.jsonl",
+    ),
+    "an array among objects": (
+        {"kind": "jsonl", "path": "a.jsonl"},
+        {"a.jsonl": '{"text": "a"}\n["b"]'},
+        r"data\.path: .*a\.jsonl:2: expected a JSON object, got list; fix or remove the line",
     ),
     "an array of objects over lines": (
         {"kind": "jsonl", "path": "a.json"},

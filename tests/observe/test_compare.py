@@ -198,3 +198,10 @@ def test_losses_of_different_kinds_are_noted(tmp_path):
     assert notes(runs)[0] == note
     assert note in page(runs)
     assert notes(runs[:1]) == []
+
+
+@pytest.mark.parametrize("command", ["compare", "timeline"])
+def test_a_file_of_a_run_in_place_of_its_folder_is_named(command, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert main([command, f"{tmp_path}/metrics.jsonl"]) == 2
+    assert "metrics.jsonl: expected " in capsys.readouterr().err

@@ -1,14 +1,16 @@
 """What stands on the screen: plain lines, the live line, tables."""
 
+import io
 import os
 import re
 import select
+import sys
 from contextlib import redirect_stdout
 
 import pytest
 
 from fsdmoe.observe import print_table
-from fsdmoe.observe.console import Screen, live_figures, plain_line, worst_imbalance
+from fsdmoe.observe.console import Screen, live_figures, make_console, plain_line, worst_imbalance
 from fsdmoe.observe.metrics import row_scalars
 
 ROW = {
@@ -18,6 +20,15 @@ ROW = {
                 "layers.2": {"max_over_mean": None}},
 }  # fmt: skip
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch):
+    for encoding, written in (("ascii", rb"\xfc \u23ce"), ("latin-1", "ü ".encode("latin-1") + rb"\u23ce")):
+        output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", output)
+        make_console().print("ü \u23ce")
+        output.flush()
+        assert output.buffer.getvalue().rstrip() == written
 
 
 def test_a_plain_line_tells_everything_on_one_line():

@@ -62,6 +62,12 @@ def test_the_command_prints_a_table_of_each_trace_and_draws_them(tmp_path, capsy
     assert "<svg " in picture.read_text()
 
 
-def test_a_trace_that_is_not_there_is_named(tmp_path, capsys):
+def test_a_trace_that_is_not_there_or_not_whole_is_named(tmp_path, capsys):
     assert main(["exposed", f"mine={tmp_path}/nowhere.json"]) == 2
     assert "nowhere.json: expected a trace" in capsys.readouterr().err
+    whole = gzip.compress(json.dumps({"traceEvents": [{"name": str(n)} for n in range(100)]}).encode())
+    files = {"cut.json.gz": whole[:-20], "text.json.gz": b"text", "rows.jsonl": b"{}\n{}\n", "a.json": b"{}"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert main(["exposed", str(tmp_path / name)]) == 2
+        assert f"{name}: expected a whole Chrome trace, found another file" in capsys.readouterr().err
