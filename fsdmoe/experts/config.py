@@ -233,7 +233,7 @@ class ExpertsConfig:
         least = at_least("experts", vars(self), _LEAST)
         problems = one_of("experts", vars(self), dtypes) + least + self._flex_problems()
         if self.selection == "expert_choice":
-            balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
+            balanced = [name for name in _TERMS if name != "z_loss" and getattr(self.balance, name)]
             problems += [
                 f"experts.balance.{name}: expert choice is balanced by construction, got a coefficient of "
                 f"{getattr(self.balance, name)}; set it to 0"
@@ -278,7 +278,6 @@ class ExpertsConfig:
 
 _LEAST = {"chunks": 1, "sub_batches": 1, "transfer_sms": 0, "clones": 0, "clone_rows": 0}
 _TERMS = ("sequence", "micro_batch", "global_batch", "device", "transformers", "z_loss", "bias_rate")
-_HARMLESS = ("device_scope", "z_loss", "family")
 
 
 EXPERT_PARALLELISM = above("expert parallelism", "mesh.ep")

@@ -108,6 +108,11 @@ def _explicit(model: nn.Module, policy: FSDPPolicy) -> Iterator[tuple[str, nn.Mo
         else:
             is_unit = wanted(name, module)
         if is_unit:
+            if getattr(module.forward, "__func__", None) is nn.Module.forward:
+                raise ConfigError(
+                    f"fsdp.units: expected modules that are called, got {name} ({type(module).__name__}), "
+                    "which only holds others; name their classes"
+                )
             found = True
             yield name, module
     if not found and wanted != ():

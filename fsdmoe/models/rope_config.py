@@ -104,7 +104,7 @@ class RopeConfig:
             implied |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
         if self.type == "longrope":
             original = self.original_max_position_embeddings or max_position_embeddings
-            implied["factor"] = max_position_embeddings / original
+            implied["factor"] = max(1.0, max_position_embeddings / original)
         return replace(self, **implied | self.stated)
 
     def _problems(self) -> Iterator[str]:

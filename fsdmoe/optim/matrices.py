@@ -38,6 +38,8 @@ class MatrixForm:
     """Which axis cuts the count."""
     block_cut: tuple[Axis, int] | None = None
     """Which axis cuts which dim of every block."""
+    is_transposed: bool = False
+    """Rows are inputs and columns outputs, as some models store their experts."""
 
     @property
     def numel(self) -> int:
@@ -48,6 +50,12 @@ class MatrixForm:
     def shape(self) -> tuple[int, int]:
         """Rows and columns of a matrix."""
         return self.block[self.order[-2]], self.block[self.order[-1]]
+
+    @property
+    def outputs_and_inputs(self) -> tuple[int, int]:
+        """Of the product with a matrix: what the size of an update follows."""
+        rows, columns = self.shape
+        return (columns, rows) if self.is_transposed else (rows, columns)
 
     def num_parts(self, at: Coordinates) -> int:
         """Into how many parts each block is cut."""
@@ -110,7 +118,9 @@ def form_of(name: str, placement: Placement, head_rows: int = 0) -> MatrixForm:
         block = (rows // factor, columns)
     elif factor > 1:
         block, order, cut = (rows, factor, columns // factor), (1, 0, 2), 2
-    return MatrixForm(count, block, order, count_axis, (axis, cut))
+    # The cut is along an expert's width: outputs of gates and ups, inputs of downs.
+    is_transposed = first == 1 and name.endswith("up_proj" if dim else "down_proj")
+    return MatrixForm(count, block, order, count_axis, (axis, cut), is_transposed)
 
 
 class BlockPiece(NamedTuple):

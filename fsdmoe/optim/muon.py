@@ -289,7 +289,7 @@ class _Step:
     def _apply(self, copy: RangeCopy, orthogonal: torch.Tensor) -> None:
         """Decay and step a range of a parameter; each element is in one."""
         param = self._params[copy.param]
-        rate = param.settings["lr"] * self._config.factor(*param.matrices.form.shape)
+        rate = param.settings["lr"] * self._config.factor(*param.matrices.form.outputs_and_inputs)
         decay = param.settings["lr"] * param.settings["weight_decay"]
         part = slice(copy.offset, copy.offset + copy.numel)
         main = self._mains[copy.param][part]

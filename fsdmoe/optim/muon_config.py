@@ -58,11 +58,11 @@ class MuonConfig:
             return self.ns_dtype
         return "float32" if device_type == "cpu" else "bfloat16"
 
-    def factor(self, rows: int, columns: int) -> float:
-        """What an orthogonal matrix of this shape is multiplied by."""
+    def factor(self, outputs: int, inputs: int) -> float:
+        """What an orthogonal matrix of so many outputs and inputs is multiplied by."""
         if self.scale == "original":
-            return sqrt(max(1.0, rows / columns))
-        return 0.2 * sqrt(max(rows, columns))
+            return sqrt(max(1.0, outputs / inputs))
+        return 0.2 * sqrt(max(outputs, inputs))
 
 
 def is_left_to_adamw(name: str) -> bool:

@@ -64,8 +64,12 @@ class Samples:
         tokens_1S[0, : len(ids)] = torch.tensor(ids)
         places_1S = torch.arange(tokens_1S.shape[1], device=self._device)[None]
         for place in range(len(ids), length):
-            routing = RoutingContext(token_mask_T=places_1S < place)  # the rest is no token
-            tokens_1S[0, place] = model(tokens_1S, routing=routing).logits_BSV[0, place - 1].argmax()
+            is_text_1S = places_1S < place  # the rest is no token
+            # Rotary positions that follow a document's length are to follow that of the text alone.
+            documents_1S = (~is_text_1S).long() if model.config.rope.depends_on_length else None
+            routing = RoutingContext(token_mask_T=is_text_1S)
+            out = model(tokens_1S, document_ids_BS=documents_1S, routing=routing)
+            tokens_1S[0, place] = out.logits_BSV[0, place - 1].argmax()
         return tokens_1S[0, len(ids) : length].tolist()
 
     def _of_wrapped(self, model: Any, ids: list[int]) -> list[int]:

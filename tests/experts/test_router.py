@@ -390,6 +390,9 @@ def test_expert_choice_refuses_what_it_makes_needless() -> None:
             capacity=CapacityConfig(),
         )  # fmt: skip
     assert len(caught.value.problems) == 3
+    config = ExpertsConfig(selection="expert_choice", balance=BalanceConfig(z_loss=0.1))
+    assert config.balance.has_terms  # which is kept once it was asked for
+    assert replace(config, clones=2).selection == "expert_choice"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ FORMS = {
     "heads over tp": ("q_proj", Placement((8, 6), ((Axis.TP, Shard(0)),)), 2),
     "gate and up": ("gate_up_proj", Placement((4, 8, 6), (EP, (ETP, halves(1)))), 0),
     "down": ("down_proj", Placement((4, 6, 8), (EP, (ETP, Shard(2)))), 0),
+    "transposed down": ("down_proj", Placement((4, 8, 6), (EP, (ETP, Shard(1)))), 0),
     "transposed gate and up": ("gate_up_proj", Placement((4, 6, 8), (EP, (ETP, halves(2)))), 0),
     "alternating": ("gate_up_proj", Placement((4, 8, 6), (EP, (ETP, Shard(1)))), 0),
     "transposed and alternating": ("gate_up_proj", Placement((4, 6, 8), (EP, (ETP, Shard(2)))), 0),
@@ -62,6 +63,8 @@ def test_parts_of_all_ranks_are_the_matrices_and_come_back(kind: str, size: int)
     assert len(found) == len(wanted(kind, whole, name, head_rows))
     assert all(map(torch.equal, found, wanted(kind, whole, name, head_rows)))
     assert all(tuple(each.shape) == form.shape for each in found)
+    is_transposed = kind.startswith("transposed")
+    assert form.outputs_and_inputs == (form.shape[::-1] if is_transposed else form.shape)
 
 
 def test_vectors_of_experts_and_biases_are_no_matrices() -> None:

@@ -65,7 +65,7 @@ def last_logits(config: Config) -> list[torch.Tensor]:
         seen.append(out.logits_BSV[0, 8])
         return out
 
-    look.eval = run.decoder.eval  # type: ignore[attr-defined]
+    look.eval, look.config = run.decoder.eval, run.decoder.config  # type: ignore[attr-defined]
     tokens_1S = torch.arange(1, 10)[None]
     with torch.no_grad(), mock.patch.object(samples, "NEW_TOKENS", 1):
         run.decoder.eval()
@@ -79,10 +79,11 @@ def last_logits(config: Config) -> list[torch.Tensor]:
     [
         {"experts__capacity__factor": 1.25, "experts__capacity__scope": "sequence"},
         {"experts__selection": "expert_choice", "experts__balance__sequence": 0.0},
+        {"model__rope__type": "dynamic", "model__rope__factor": 2.0, "model__max_position_embeddings": 8},
     ],
-    ids=["capacity", "expert choice"],
+    ids=["capacity", "expert choice", "positions by length"],
 )
-def test_padding_takes_no_expert_from_a_prompt(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_padding_changes_nothing_of_a_prompt(tmp_path: Path, keys: dict[str, Any]) -> None:
     config = tiny_config(str(tmp_path), 1, **PROMPTS, **keys)
     ((alone, padded),) = run_ranks(last_logits, 1, config)
     torch.testing.assert_close(padded, alone)

@@ -75,6 +75,10 @@ def unknown_unit() -> None:
     fully_shard(reference(), build_meshes(), FSDPPolicy(fsdp=FSDPConfig(units=("DecoderLayer",))))
 
 
+def never_called_unit() -> None:
+    fully_shard(reference(), build_meshes(), FSDPPolicy(fsdp=FSDPConfig(units=("ModuleList",))))
+
+
 def sharded_twice() -> None:
     model = fully_shard(reference(), build_meshes())
     fully_shard(model, build_meshes())
@@ -127,8 +131,8 @@ def copied() -> None:
 BAD: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
-        mesh_of_other_size, nested_units, unknown_unit, sharded_twice, float8_parameter, meta_without_init,
-        meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, gradient_hook,
+        mesh_of_other_size, nested_units, unknown_unit, never_called_unit, sharded_twice, float8_parameter,
+        meta_without_init, meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, gradient_hook,
         early_hook, copied,
     )
 }  # fmt: skip
@@ -137,6 +141,7 @@ MESSAGES = {
     "mesh_of_other_size": "mesh: the meshes were built for 8 ranks",
     "nested_units": "fsdp.units: layers.0.moe is a unit inside the unit layers.0",
     "unknown_unit": "fsdp.units: expected modules to gather one by one",
+    "never_called_unit": "fsdp.units: expected modules that are called, got layers (ModuleList)",
     "sharded_twice": "is parallel already; call parallelize (or fully_shard) once",
     "float8_parameter": "precision: ",
     "meta_without_init": "is on the meta device and has no value; pass init_fn",

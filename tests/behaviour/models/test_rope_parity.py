@@ -78,6 +78,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         )
         for kind, length in (("long", 4 * 4096), ("short", 4096))
     },
+    "longrope of a model for shorter texts": (
+        "mixtral",
+        {"max_position_embeddings": 48,
+         "rope": RopeConfig(type="longrope", original_max_position_embeddings=64,
+                            short_factor=(1.1,) * _PAIRS, long_factor=(2.0,) * _PAIRS)},
+        256,
+    ),
 }  # fmt: skip
 
 
