@@ -176,7 +176,7 @@ def _computes_at(
     ids_TK = torch.rand(_TOKENS, _SMALL + small.num_identity, generator=random).topk(2).indices
     weights_TK = draw(_TOKENS, 2).abs()
     ours = _expected(Rows(x_TD, weights_TK, ids_TK), twin, small)
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.unwrap(type(module).forward, stop=_is_foreign)
     try:
         if small.weights_inputs:
             scores_TE = torch.zeros(_TOKENS, _SMALL).scatter(1, ids_TK, weights_TK)
@@ -212,6 +212,12 @@ def _expected(rows: Rows, twin: nn.Module, small: ExpertsSpec) -> Tensor:
         y_ND = twin.get_submodule(small.output_norm)(y_ND)
     y_ND = torch.where(is_identity_N1, x_ND, y_ND) * weights_N1
     return y_ND.unflatten(0, (-1, top_k)).sum(1)
+
+
+def _is_foreign(function: Any) -> bool:
+    """Not the switch of transformers between implementations: what somebody put around an experts' forward
+    is part of it."""
+    return not str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
 
 
 class _Returns(nn.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +100,21 @@ def test_what_a_known_form_does_not_compute_is_not_left_out() -> None:
     replaced.forward = lambda *args: 2 * own(*args)  # type: ignore[method-assign]
     others = (Experts(dropout=0.1).eval(), Experts(dropout=0.1).train(), scaled, replaced)
     assert list(find_experts(nn.ModuleList([Experts().eval(), *others]))) == ["0"]
+
+
+def test_what_is_put_around_the_forward_of_a_family_counts() -> None:
+    model = tiny_model("qwen3_moe")
+    kind: Any = type(next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts"))
+    own = kind.forward
+
+    @functools.wraps(own)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        return 2 * own(*args, **kwargs)
+
+    with mock.patch.object(kind, "forward", doubled):
+        assert find_experts(model) == {}
+    with mock.patch.object(kind, "forward", functools.wraps(own)(lambda *args: own(*args))):
+        assert find_experts(model)
 
 
 def test_models_on_the_meta_device_are_recognised() -> None:
