@@ -14,6 +14,9 @@ from fsdmoe.core.placement import Coordinates, Cut, Placement, SplitMeshes, regi
 from fsdmoe.experts.divide import ep_problems, etp_problems
 from fsdmoe.mesh import Axis
 
+_PARTS = "_fsdmoe_parts"
+"""Of a whole parameter: what was made of it, for other modules that share it."""
+
 
 def expert_placement(num_experts: int, shape: Shape, etp: Cut) -> Placement:
     """Of a parameter ``[E, *shape]``: EP splits E, ETP as ``etp`` says."""
@@ -34,7 +37,10 @@ def split_parameters(module: nn.Module, placements: Mapping[str, Placement], mes
         if isinstance(whole, DTensor) or tuple(whole.shape) != placement.global_shape:
             raise AssertionError(f"expected whole experts, got {name} {tuple(whole.shape)}: split already")
         owner, _, own = name.rpartition(".")
-        register_split(module.get_submodule(owner), own, split_parameter(whole, placement, meshes))
+        parts = vars(whole).setdefault(_PARTS, {})
+        if placement not in parts:
+            parts[placement] = split_parameter(whole, placement, meshes)
+        register_split(module.get_submodule(owner), own, parts[placement])
 
 
 def down_bias_start(hidden_size: int, meshes: Coordinates) -> int:

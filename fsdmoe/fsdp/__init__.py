@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdmoe.fsdp.materialize import agree_on_values
     from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory
     from fsdmoe.fsdp.shard_model import (
+        LostParameters,
         fully_shard,
         is_fully_sharded,
         refuse_hooked,

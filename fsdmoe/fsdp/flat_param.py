@@ -18,7 +18,7 @@ class FlatParam:
     ``unsharded`` is a view of the gathered weights for its whole life; ``sharded`` is this rank's piece of
     the main weights, with the global shape."""
 
-    __slots__ = ("__weakref__", "name", "piece", "places", "plan", "sharded", "unsharded")
+    __slots__ = ("__weakref__", "name", "piece", "places", "plan", "sharded", "unsharded", "version")
 
     def __init__(self, owned: OwnedParameter, plan: ParamPlan) -> None:
         self.name = owned.name
@@ -28,6 +28,8 @@ class FlatParam:
         self.sharded: nn.Parameter
         self.piece: torch.Tensor
         """What ``sharded`` held when it was made; anything else later means that it was rebound."""
+        self.version: int
+        """Of ``unsharded``; a later one means that somebody wrote into the gathered copy."""
 
     def bind(self, weight: torch.Tensor, scales: WeightScales | None) -> None:
         """Make ``unsharded`` of its flat place in the gathered buffer, for life; ``scales``: of codes.
@@ -46,6 +48,7 @@ class FlatParam:
             given = getattr(module._parameters[attribute], "__dict__", {})
             # Not the user's in place of its own scales.
             self.unsharded.__dict__.update(given | self.unsharded.__dict__)
+        self.version = self.unsharded._version
 
     def is_intact(self) -> bool:
         """Whether ``sharded`` is still what the modules hold, around the memory it was made with."""

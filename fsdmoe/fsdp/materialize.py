@@ -78,7 +78,7 @@ def _digest(facts: object) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.reshape(-1).contiguous().view(torch.uint8)  # a row of every second element has a step
 
 
 def _checksums(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -15,9 +15,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,8 +71,11 @@ def fully_shard(
     """
     refuse_sharded(model)
     refuse_hooked(model)
+    before = LostParameters(model.parameters())
     agree_on_values(model, meshes.device)
-    return shard_agreed(model, meshes, policy or FSDPPolicy(), init_fn)
+    shard_agreed(model, meshes, policy or FSDPPolicy(), init_fn)
+    before.refuse_in(model)
+    return model
 
 
 def shard_agreed(model: nn.Module, meshes: Meshes, policy: FSDPPolicy, init_fn: InitFn | None) -> nn.Module:
@@ -105,6 +110,37 @@ def refuse_sharded(model: nn.Module) -> None:
             f"parallelize: this {type(model).__name__} is parallel already; call parallelize (or "
             "fully_shard) once, or build the model again for other meshes"
         )
+
+
+class LostParameters:
+    """The parameters that a model had before it was sharded: an optimizer that holds them would step on
+    tensors that nothing uses."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._plain = [weakref.ref(parameter) for parameter in parameters]
+
+    def refuse_in(self, model: nn.Module) -> None:
+        """Until a forward of ``model`` has run: ConfigError where an optimizer holds them."""
+
+        def check(module: nn.Module, *_: Any) -> None:
+            if any(ref() is not None for ref in self._plain):
+                gc.collect()  # of an optimizer that was given up
+            if _are_in_an_optimizer([held for ref in self._plain if (held := ref()) is not None]):
+                name = type(module).__name__
+                raise ConfigError(
+                    f"parallelize: an optimizer holds parameters of {name} from before they were sharded, "
+                    "which nothing uses any more; make it after fsdmoe.parallelize (or fully_shard). If it "
+                    f"was, it took them from a module around {name}: shard that one too"
+                )
+            watching.remove()
+
+        watching = model.register_forward_pre_hook(torch._dynamo.disable(check))
+
+
+def _are_in_an_optimizer(parameters: list[nn.Parameter]) -> bool:
+    lists = [each for each in gc.get_referrers(*parameters) if isinstance(each, list)] if parameters else []
+    groups = [each for found in lists for each in gc.get_referrers(found) if isinstance(each, dict)]
+    return any(any(group.get("params") is found for found in lists) for group in groups)
 
 
 def refuse_hooked(model: nn.Module) -> None:

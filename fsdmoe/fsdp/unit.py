@@ -116,17 +116,27 @@ class Unit:
     def check_parameters(self) -> None:
         """Raise if the modules hold other parameters than those that were given to them."""
         changed = [param.name for param in self.subclasses if not param.is_intact()]
+        lost = []
         with plain_attributes():
             for group in self.groups:
                 trained = group.plan.requires_grad
+                is_copy = group.plan.gathered or group.weights.shard is not group.weights.main
                 for param in group.params:
                     if not param.is_intact() or param.sharded.requires_grad != trained:
                         changed.append(param.name)
+                    if is_copy and param.unsharded._version != param.version:
+                        lost.append(param.name)
         if changed:
             raise RuntimeError(
                 f"{changed[0]} of {self.name} was exchanged, converted, rebound or (un)frozen after "
                 "fully_shard, so the engine's buffers no longer hold it; change values in place (copy_, "
                 "load_state_dict), and convert or freeze parameters before fully_shard"
+            )
+        if lost:
+            raise RuntimeError(
+                f"{lost[0]} of {self.name} was changed in place in forward (max_norm of an embedding "
+                "does so): there it is a gathered copy, and the change is lost with it; change the model's "
+                "parameter between two forwards"
             )
 
     @property

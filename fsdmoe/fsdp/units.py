@@ -18,6 +18,7 @@ from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.kernels.linear import Embedding
 
 HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "embed_out"})
+_EXPERTS = frozenset({"experts", "expert"})
 _INSIDE = frozenset({"base_layer", "original_module"})
 """What peft calls a layer that it put something around."""
 
@@ -80,9 +81,9 @@ def is_plain_embedding(module: nn.Module) -> bool:
 
 def _assign_parameters(model: nn.Module, units: list[UnitChoice]) -> None:
     """Give each unit its parameters; ``units`` ends with the root."""
+    reached = _reached_from(model, units)
     owners: dict[int, set[int]] = {}
     parameters: dict[int, OwnedParameter] = {}
-    unit_of = {id(module): i for i, unit in enumerate(units[:-1]) for module in unit.module.modules()}
     for module_name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is None:
@@ -90,10 +91,24 @@ def _assign_parameters(model: nn.Module, units: list[UnitChoice]) -> None:
             name = f"{module_name}.{attribute}" if module_name else attribute
             owned = parameters.setdefault(id(parameter), OwnedParameter(name, parameter))
             owned.places.append((module, attribute))
-            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), len(units) - 1))
+            owners.setdefault(id(parameter), set()).update(reached[id(module)])
     for key, owned in parameters.items():
         index = next(iter(owners[key])) if len(owners[key]) == 1 else len(units) - 1
         units[index].owned.append(owned)
+
+
+def _reached_from(model: nn.Module, units: list[UnitChoice]) -> dict[int, set[int]]:
+    """By which units each module, by its id, is run: one that layers share by several."""
+    numbers = {id(unit.module): number for number, unit in enumerate(units)}
+    reached: dict[int, set[int]] = {}
+    waiting = [(model, len(units) - 1)]
+    while waiting:
+        module, number = waiting.pop()
+        found = reached.setdefault(id(module), set())
+        if number not in found:
+            found.add(number)
+            waiting += [(child, numbers.get(id(child), number)) for child in module.children()]
+    return reached
 
 
 def _explicit(model: nn.Module, policy: FSDPPolicy) -> Iterator[tuple[str, nn.Module]]:
@@ -124,20 +139,32 @@ def _explicit(model: nn.Module, policy: FSDPPolicy) -> Iterator[tuple[str, nn.Mo
 
 
 def _default(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of the outermost module lists, and embeddings and heads outside of them."""
+    """Elements of the outermost module lists, and embeddings and heads outside of them; of a list of experts,
+    of which each rank runs others, the module that has it, or the root."""
     taken: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in taken:
             continue
         if isinstance(module, nn.ModuleList):
+            is_root = name in _EXPERTS
             for index, element in enumerate(module):
-                if id(element) not in taken:
+                if is_root:
+                    taken |= {id(inner) for inner in element.modules()}
+                elif id(element) not in taken:
                     yield f"{name}.{index}", element
                     taken |= {id(inner) for inner in element.modules()}
+        elif module is not model and _has_experts(module):
+            yield name, module
+            taken |= {id(inner) for inner in module.modules()}
         elif module is not model and _is_vocabulary(name, module):
             if not _reads_its_base(module):
                 yield name, module
             taken |= {id(inner) for inner in module.modules()}
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Each in a module of its own, which a rank runs if it has tokens for it."""
+    return any(isinstance(module._modules.get(name), nn.ModuleList) for name in _EXPERTS)
 
 
 def _is_vocabulary(name: str, module: nn.Module) -> bool:

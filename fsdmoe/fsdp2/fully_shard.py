@@ -9,8 +9,6 @@ a root by being used (its parameters, its state dict, its forward).
 from __future__ import annotations
 
 import functools
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -122,32 +120,6 @@ def _wrap(module: nn.Module, settings: Settings) -> None:
     module.__class__ = _class_in_front(_own_class(module), PendingModule)
 
 
-def _watch_for_lost_parameters(root: nn.Module) -> None:
-    """Until a forward has run: refuse it where an optimizer holds parameters from before they were sharded,
-    and would step on tensors that nothing uses."""
-    plain = [weakref.ref(parameter) for parameter in root.parameters()]
-
-    def check(module: nn.Module, *_: Any) -> None:
-        if any(ref() is not None for ref in plain):
-            gc.collect()  # of an optimizer that was given up
-        if _are_in_an_optimizer([held for ref in plain if (held := ref()) is not None]):
-            name = _own_class(module).__name__
-            raise ConfigError(
-                f"fsdp2: an optimizer holds parameters of {name} from before they were sharded; make it "
-                f"after fully_shard. If it was, it took them from a module around {name}: call fully_shard "
-                "on that one too"
-            )
-        watching.remove()
-
-    watching = root.register_forward_pre_hook(check)
-
-
-def _are_in_an_optimizer(parameters: list[nn.Parameter]) -> bool:
-    lists = [each for each in gc.get_referrers(*parameters) if isinstance(each, list)] if parameters else []
-    groups = [each for found in lists for each in gc.get_referrers(found) if isinstance(each, dict)]
-    return any(any(group.get("params") is found for found in lists) for group in groups)
-
-
 def _wrapped_inside(module: nn.Module) -> list[nn.Module]:
     return [inner for inner in module.modules() if inner is not module and isinstance(inner, FSDPModule)]
 
@@ -173,7 +145,6 @@ def _build(root: nn.Module) -> None:
         module.__class__ = _class_in_front(_own_class(module), FSDPModule)
     units = {inner: state_of(inner).settings for inner in inside}
     meshes = meshes_for(settings.mesh)
-    _watch_for_lost_parameters(root)
     is_empty = place_meta_buffers(root, meshes.device) | any(p.is_meta for p in root.parameters())
     shard_model(root, meshes, policy_for(root, settings, units), init_fn=leave_empty)
     engine = engine_of(root)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdmoe.core.rewrites import foreign_forward
 from fsdmoe.huggingface.expert_spec import FOUR, ExpertsSpec
 from fsdmoe.kernels.activations import ACTIVATIONS, GPT_OSS_LIMIT
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
@@ -32,6 +33,8 @@ _TOLERANCE = 2e-5
 
 def fused_experts(module: nn.Module) -> ExpertsSpec | None:
     """The adapter for transformers' fused experts, and for whatever is built and computes like them."""
+    if foreign_forward(module) is not None:
+        return None
     forms = itertools.chain(_fused(module), _ungated(module), _apart(module), _blocks(module))
     candidates = (spec for form in forms for spec in _activations(module, form))
     return next((spec for spec in candidates if computes(module, spec)), None)
@@ -152,16 +155,20 @@ def computes(module: nn.Module, spec: ExpertsSpec) -> bool:
     sizes = {spec.num_experts + spec.num_identity: small.num_experts + small.num_identity}
     same = (spec.num_experts, spec.num_identity, spec.hidden_size, spec.intermediate_size)
     sizes |= {size: _SMALL for size in same if size}
-    return all(_computes_at(scale, module, small, sizes) for scale in _SCALES)
+    # In both modes: a model from a folder is in eval mode, where dropout does not show.
+    tried = itertools.product((False, True), _SCALES)
+    return all(_computes_at(scale, module, small, sizes, trains=trains) for trains, scale in tried)
 
 
-def _computes_at(scale: float, module: nn.Module, small: ExpertsSpec, sizes: dict[int, int]) -> bool:
+def _computes_at(
+    scale: float, module: nn.Module, small: ExpertsSpec, sizes: dict[int, int], *, trains: bool
+) -> bool:
     random = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random)
 
-    twin = _resized(module, sizes, draw)
+    twin = _resized(module, sizes, draw).train(trains)
     for name, placement in small.placements().items():
         owner, _, own = name.rpartition(".")
         twin.get_submodule(owner)._parameters[own] = nn.Parameter(scale * draw(*placement.global_shape))
@@ -169,7 +176,7 @@ def _computes_at(scale: float, module: nn.Module, small: ExpertsSpec, sizes: dic
     ids_TK = torch.rand(_TOKENS, _SMALL + small.num_identity, generator=random).topk(2).indices
     weights_TK = draw(_TOKENS, 2).abs()
     ours = _expected(Rows(x_TD, weights_TK, ids_TK), twin, small)
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.unwrap(type(module).forward, stop=_is_foreign)
     try:
         if small.weights_inputs:
             scores_TE = torch.zeros(_TOKENS, _SMALL).scatter(1, ids_TK, weights_TK)
@@ -207,6 +214,12 @@ def _expected(rows: Rows, twin: nn.Module, small: ExpertsSpec) -> Tensor:
     return y_ND.unflatten(0, (-1, top_k)).sum(1)
 
 
+def _is_foreign(function: Any) -> bool:
+    """Not the switch of transformers between implementations: what somebody put around an experts' forward
+    is part of it."""
+    return not str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
+
+
 class _Returns(nn.Module):
     """Stands in for a module."""
 
@@ -219,7 +232,7 @@ class _Returns(nn.Module):
 
 
 def _resized(module: nn.Module, sizes: dict[int, int], draw: Callable[..., Tensor]) -> nn.Module:
-    """A copy with other sizes, whose parameters are random."""
+    """A copy with other sizes, whose parameters and buffers are random."""
     twin = copy.copy(module)
     numbers = {
         k: sizes.get(v, v) for k, v in vars(module).items() if type(v) is int and not k.startswith("_")
@@ -230,6 +243,10 @@ def _resized(module: nn.Module, sizes: dict[int, int], draw: Callable[..., Tenso
         _parameters={
             name: None if p is None or p.dim() != 1 else nn.Parameter(draw(sizes.get(len(p), len(p))))
             for name, p in module._parameters.items()
+        },
+        _buffers={
+            name: draw(*(sizes.get(n, n) for n in b.shape)) if b is not None and b.is_floating_point() else b
+            for name, b in module._buffers.items()
         },
     )
     return twin

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,9 +78,10 @@ def _has_form(form: NormForm, module: nn.Module, eps: str, size: int) -> bool:
     weight_D, x, gate = (torch.randn(*n, size, generator=random) for n in ((), (2, 3), (2, 3)))
     x[1], gate[1] = 50 * x[1], 50 * gate[1]
     given = (x, gate) if form.is_gated else (x,)
-    for dtype, tolerance in _TRIED:
+    for trains, (dtype, tolerance) in itertools.product((False, True), _TRIED):
         twin = copy.copy(module)
-        twin.__dict__.update({"_parameters": {"weight": nn.Parameter(weight_D.to(dtype))}, eps: 0.5})
+        parameters = {"weight": nn.Parameter(weight_D.to(dtype))}
+        twin.__dict__.update({"_parameters": parameters, "training": trains, eps: 0.5})
         try:
             theirs = type(module).forward(twin, *(each.to(dtype) for each in given))
         except Exception:  # an unknown forward, given inputs it may not expect: any failure means "not known"

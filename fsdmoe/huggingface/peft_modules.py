@@ -107,6 +107,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         memory = parameter.data_ptr()
         if first.setdefault(memory, name) != name:
             raise ConfigError(
-                f"adapter: expected adapters with weights of their own, got {name} in the memory of "
-                f"{first[memory]} (ensure_weight_tying); leave that key out of the LoraConfig"
+                f"parallelize: expected parameters with memory of their own, got {name} in the memory of "
+                f"{first[memory]} (as ensure_weight_tying does to adapters); register one parameter in both "
+                "places, or leave that key out of the LoraConfig"
             )

@@ -34,6 +34,7 @@ from fsdmoe.kernels.router_policy import ScoreName
 
 _GROUPS = (("num_group", "topk_group"), ("n_group", "topk_group"))
 _NUM_TRIED = 32  # tokens
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Trials:
 
     def __call__(self, trial: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
         """The trial's result, remembered."""
-        settings = tuple((k, _compared(v)) for k, v in vars(module).items() if not k.startswith("_"))
+        settings = tuple((k, _compared(v)) for k, v in vars(module).items() if k not in _OF_ALL_MODULES)
         shapes = tuple(tuple(p.shape) for p in module.parameters(recurse=False))
         key = trial, type(module), settings, shapes
         if key not in self._tried:
@@ -110,10 +111,15 @@ def _compared(setting: Any) -> Any:
     return setting if isinstance(setting, (bool, int, float, str, tuple)) else id(setting)
 
 
-@torch.no_grad()
 def router_form(module: nn.Module) -> RouterForm | None:
-    """The form of a router, found by trying; None for another."""
-    twin = _Twin(module)
+    """The form of a router, found by trying; None for another, or for one that draws noise in training."""
+    form = _form(module, trains=False)
+    return form if form is not None and form == _form(module, trains=True) else None
+
+
+@torch.no_grad()
+def _form(module: nn.Module, *, trains: bool) -> RouterForm | None:
+    twin = _Twin(module, trains=trains)
     found = twin.run(torch.float32)
     order = None if found is None else _order(found, twin.num_experts)
     rounded = twin.run(torch.bfloat16)
@@ -143,8 +149,9 @@ def router_form(module: nn.Module) -> RouterForm | None:
 class _Twin:
     """A router with other parameters, to be tried."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, trains: bool) -> None:
         self._module = module
+        self._trains = trains
         random = torch.Generator().manual_seed(0)
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
         self.num_experts, width = shapes["weight"]
@@ -159,7 +166,7 @@ class _Twin:
         twin = copy.copy(self._module)
         values = {name: nn.Parameter(value.to(dtype)) for name, value in self._values.items()}
         buffers = {} if self.correction is None else {self.correction: self.correction_E}
-        twin.__dict__.update(_parameters=values, _buffers=buffers)
+        twin.__dict__.update(_parameters=values, _buffers=buffers, training=self._trains)
         try:
             found = type(twin).forward(twin, self._x_TD.to(dtype).view(*shape, -1))
         except Exception:  # an unknown forward, given inputs it may not expect: any failure means "not known"

@@ -35,6 +35,7 @@ from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.fsdp import (
     FSDPConfig,
     FSDPPolicy,
+    LostParameters,
     agree_on_values,
     engine_of,
     refuse_hooked,
@@ -201,6 +202,7 @@ def parallelize(
     require_alike(named, "give all ranks one policy")
     if policy.depends_on_meshes or (policy.depends_on_model and not is_native):
         refuse_sections(policy.sections(model, meshes))
+    before = LostParameters(inner.parameters())
     agree_on_values(inner, meshes.device)  # while it is whole: a split of other values mixes them
     kind.before_split(meshes, fused_layers=fused_layers and policy.fused_layers)
     if meshes.size(Axis.TP) > 1:
@@ -228,6 +230,7 @@ def parallelize(
     if load is not None:
         checkpoints.load(load, inner)
         follow_folder(inner, load)
+    before.refuse_in(inner)
     kind.after_sharding(meshes, small_chunks=small_chunks, fused_loss=fused_loss)
     if inner is not model:
         connect_shell(model, inner, meshes)

@@ -92,6 +92,15 @@ def test_experts_that_ep_or_etp_cannot_divide_are_refused_together() -> None:
     )
 
 
+def test_weights_that_modules_share_are_shared_when_they_are_split() -> None:
+    experts, others = whole_experts(), whole_experts()
+    others.down_proj = experts.down_proj
+    split_experts(experts, at(2, 1))
+    split_experts(others, at(2, 1))
+    assert others.down_proj is experts.down_proj
+    assert others.gate_up_proj is not experts.gate_up_proj
+
+
 def test_experts_are_split_once_only() -> None:
     experts = whole_experts()
     split_experts(experts, at(2, 1))

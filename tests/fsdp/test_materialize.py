@@ -30,6 +30,7 @@ class Mixed(nn.Module):
             self.register_buffer(f"buffer{index}", torch.tensor([0, 1, 1, 0, 1, 0, last]).to(dtype))
         self.register_buffer("order", torch.tensor([0, 1, 2]) if last else torch.tensor([2, 1, 0]))
         self.register_buffer("none", torch.zeros(0))
+        self.every_second = nn.Parameter(torch.arange(12.0).reshape(2, 6)[:, ::2])
 
 
 class _Lines(logging.Handler):
@@ -59,7 +60,7 @@ def test_ranks_take_the_values_of_the_first_one_and_are_told_which() -> None:
         assert torch.equal(second[name].double(), value.double()), name
     assert nothing == []
     (line,) = said
-    assert "6 of 7 parameters and buffers had other values on other ranks (buffer0, buffer1," in line
+    assert "6 of 8 parameters and buffers had other values on other ranks (buffer0, buffer1," in line
     assert "Seed all ranks alike" in line
 
 

@@ -41,6 +41,17 @@ def test_a_module_list_inside_a_unit_makes_no_units() -> None:
     assert names(nn.Sequential(nn.ModuleList([layer, layer]))) == ["0.0", ""]
 
 
+def test_experts_in_a_list_which_ranks_run_in_any_order_are_gathered_with_what_is_around_them() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(2, 3)
+            self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    assert names(nn.Sequential(Mixture(), Mixture())) == ["0", "1", ""]
+    assert names(Mixture()) == [""]
+
+
 class Around(nn.Module):
     """As peft builds what it puts around a layer."""
 
@@ -86,6 +97,17 @@ def test_every_parameter_has_one_owner_and_tied_ones_belong_to_the_root() -> Non
     assert set().union(*found.values()) == dict(plain.named_parameters()).keys()
     assert owned(tied)[""] == {"embed.weight", "norm.weight"}
     assert not owned(tied)["embed"]
+
+
+def test_a_module_that_layers_share_belongs_to_the_root() -> None:
+    model = TinyDecoder(num_layers=2)
+    model.layers[1].moe = model.layers[0].moe
+    found = owned(model)
+    assert {name for name in found[""] if ".moe." in name} == {
+        f"layers.0.moe.{name}" for name, _ in model.layers[0].moe.named_parameters()
+    }
+    assert found["layers.0"]
+    assert found["layers.1"]
 
 
 def plan(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fsdmoe.huggingface.adapters import find_experts, find_unknown_moe
 from fsdmoe.huggingface.expert_spec import ExpertsSpec
@@ -69,6 +73,48 @@ def test_an_activation_that_is_not_known_is_not_taken_for_another() -> None:
     model = tiny_model("qwen3_moe", hidden_act="relu")
     assert find_experts(model) == {}
     assert list(find_unknown_moe(model, ())) == ["Qwen3MoeExperts"]
+
+
+class Experts(nn.Module):
+    """Of the form of most families, but for what the tests change."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(8, 24, 16))
+        self.down_proj = nn.Parameter(torch.randn(8, 16, 12))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        gate_TEI, up_TEI = torch.einsum("td,eid->tei", hidden_states, self.gate_up_proj).chunk(2, dim=-1)
+        scale = self.get_buffer("scale") if "scale" in self._buffers else 1.0
+        inner_TEI = self.dropout(F.silu(gate_TEI) * up_TEI * scale)
+        y_TED = torch.einsum("tei,edi->ted", inner_TEI, self.down_proj)
+        weights_TE = top_k_weights.new_zeros(y_TED.shape[:2]).scatter(1, top_k_index, top_k_weights)
+        return (y_TED * weights_TE.unsqueeze(-1)).sum(1)
+
+
+def test_what_a_known_form_does_not_compute_is_not_left_out() -> None:
+    scaled, replaced = Experts(), Experts()
+    scaled.register_buffer("scale", torch.ones(()))  # as it is now; training may change it
+    own = replaced.forward
+    replaced.forward = lambda *args: 2 * own(*args)  # type: ignore[method-assign]
+    others = (Experts(dropout=0.1).eval(), Experts(dropout=0.1).train(), scaled, replaced)
+    assert list(find_experts(nn.ModuleList([Experts().eval(), *others]))) == ["0"]
+
+
+def test_what_is_put_around_the_forward_of_a_family_counts() -> None:
+    model = tiny_model("qwen3_moe")
+    kind: Any = type(next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts"))
+    own = kind.forward
+
+    @functools.wraps(own)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        return 2 * own(*args, **kwargs)
+
+    with mock.patch.object(kind, "forward", doubled):
+        assert find_experts(model) == {}
+    with mock.patch.object(kind, "forward", functools.wraps(own)(lambda *args: own(*args))):
+        assert find_experts(model)
 
 
 def test_models_on_the_meta_device_are_recognised() -> None:

@@ -66,6 +66,13 @@ class Noisy(Plain):
         return logits + torch.randn_like(logits)
 
 
+class Jittered(Plain):
+    """Draws noise in training alone."""
+
+    def logits_for_choice(self, logits: Tensor) -> Tensor:
+        return logits + torch.randn_like(logits) if self.training else logits
+
+
 class Sharpened(Plain):
     def logits_for_choice(self, logits: Tensor) -> Tensor:
         return 2 * logits
@@ -93,7 +100,7 @@ class Table(nn.Module):
 
 def test_a_router_of_another_form_has_none() -> None:
     assert router_form(Plain()) is not None
-    for module in (Noisy(), Sharpened(), Narrowed(), Table()):
+    for module in (Noisy(), Jittered().eval(), Sharpened(), Narrowed(), Table()):
         assert is_router_like(module)
         assert router_form(module) is None
     assert not is_router_like(nn.Linear(4, 8))

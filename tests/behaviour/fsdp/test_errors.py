@@ -13,6 +13,7 @@ from fsdmoe.core.errors import ConfigError
 from fsdmoe.core.placement import Placement, placed_parameter
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes, resolve_degrees
+from fsdmoe.parallel.build import parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.fsdp_parity import FP32, Case, shard_tiny
@@ -50,6 +51,56 @@ def change_behind_the_back(name: str) -> str:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_parameter_changed_behind_the_engines_back_is_noticed(name: str) -> None:
     assert "after fully_shard" in run_ranks(change_behind_the_back, 1, name)[0]
+
+
+class Clamps(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=0.1)
+        return super().forward(x)
+
+
+def what_a_forward_writes(model: nn.Module, x: torch.Tensor) -> str:
+    sharded = fully_shard(model, build_meshes(), FSDPPolicy(precision=FP32))
+    sharded(x)
+    try:
+        sharded(x)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def write_in_forward() -> list[str]:
+    tokens = torch.arange(8)
+    clamped = what_a_forward_writes(Clamps(8, 8), torch.randn(2, 8))
+    return [clamped, what_a_forward_writes(nn.Sequential(nn.Embedding(8, 64, max_norm=0.1)), tokens)]
+
+
+def test_what_a_forward_writes_into_gathered_weights_is_not_dropped_silently() -> None:
+    for found in run_ranks(write_in_forward, 2):
+        assert all("weight of" in error and "change the model's parameter" in error for error in found)
+
+
+def step_with_an_optimizer_from_before() -> list[str]:
+    found = []
+    for wrap in (lambda model: fully_shard(model, build_meshes()), lambda m: parallelize(m, build_meshes())):
+        model = nn.Sequential(nn.Linear(8, 8)).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters())
+        wrapped = wrap(model)
+        try:
+            wrapped(torch.randn(2, 8, dtype=torch.bfloat16))
+        except ConfigError as error:
+            found.append(str(error))
+        optimizer = torch.optim.SGD(wrapped.parameters())
+        wrapped(torch.randn(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    return found
+
+
+def test_an_optimizer_from_before_is_refused_until_it_is_given_up() -> None:
+    found = run_ranks(step_with_an_optimizer_from_before, 1)[0]
+    assert len(found) == 2
+    assert all("make it after" in error for error in found)
 
 
 def shard_badly(name: str) -> str:

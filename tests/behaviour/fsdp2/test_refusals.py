@@ -105,13 +105,13 @@ def check_lost_parameters() -> None:
     held = torch.optim.AdamW(around.parameters())
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=r"holds parameters of Block from before .* call fully_shard on"
+            ConfigError, match=r"holds parameters of FSDPBlock from before .* shard that one too"
         ):
             loss_of(around, 0)
     early: Any = built()
     held = torch.optim.AdamW(early.parameters())
     wrap_blocks(our_fsdp, early)
-    with pytest.raises(ConfigError, match=r"holds parameters of Model .*; make it after fully_shard"):
+    with pytest.raises(ConfigError, match=r"holds parameters of FSDPModel .*; make it after"):
         loss_of(early, 0)
     held = torch.optim.AdamW(early.parameters())
     loss_of(early, 0).backward()

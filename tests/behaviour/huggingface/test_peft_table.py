@@ -17,7 +17,7 @@ SAMPLE = "Conv1D and embedding"  # one of the two Conv1D is square
 REFUSED = {
     "projection by parameter": r"adapter\.target_parameters: .* got weight of .*self_attn\.q_proj",
     "some tokens": r"got trainable_token_indices .* at model\.embed_tokens",
-    "embedding, tied by peft": r"got lm_head\.lora_A.* in the memory of .* \(ensure_weight_tying\)",
+    "embedding, tied by peft": r"got lm_head\.lora_A.* in the memory of .* \(as ensure_weight_tying",
     "aLoRA": r"got the variant ALoraLinearVariant of LoRA .* at model\.layers\.0\.self_attn\.q_proj",
     "MiCA": r"got the variant MiCALinearVariant of LoRA",
 }
