@@ -98,8 +98,8 @@ def written_in(argv: Sequence[str]) -> dict[str, Any]:
 def _load(argv: Sequence[str], world_size: int | None) -> CommandLine:
     for flag in ("--help", "-h"):
         if flag in argv:
-            words = [word for word in argv[argv.index(flag) + 1 :] if word not in (*BARE, *WITH_VALUE)]
-            _print_help([*words, None][0])
+            word = [*argv[argv.index(flag) + 1 :], None][0]
+            _print_help(None if word in (*BARE, *WITH_VALUE) else word)
     problems: Problems = []
     flags, overrides = split_arguments(argv, problems)
     if world_size is None or "--world" in flags:

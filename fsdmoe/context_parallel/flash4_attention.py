@@ -49,6 +49,8 @@ def takes(q: Tensor, v: Tensor) -> bool:
 
 def takes_rows(q_BSHD: Tensor, v_BSGE: Tensor) -> bool:
     """The same of whole rows, as many queries as keys, where there is enough to do."""
+    if torch.compiler.is_compiling():  # it cannot trace the kernels, nor whether the extra is installed
+        return False
     num_rows, length, num_heads, _ = q_BSHD.shape
     is_square = length == v_BSGE.shape[1]
     return is_square and num_rows * length * length * num_heads >= _LEAST_WORK and takes(q_BSHD, v_BSGE)

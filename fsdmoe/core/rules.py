@@ -137,7 +137,8 @@ def unreachable(error: OSError, written: Mapping[str, Any]) -> str:
     keys = {
         len(path): key
         for key, text in _texts(written)
-        if (path := os.path.abspath(os.path.expanduser(text))) == found or found.startswith(f"{path}/")
+        if text  # of a flag without a value it is empty, which abspath takes for the working directory
+        and ((path := os.path.abspath(os.path.expanduser(text))) == found or found.startswith(f"{path}/"))
     }
     if error.filename is None or not keys:
         raise error

@@ -236,9 +236,13 @@ def _checked_record(
 def _one_a_line(where: str) -> str:
     """For a file that is one JSON array."""
     path = where.rpartition(":")[0]
-    other = f"{Path(path).stem}{'.lines' if path.endswith('.jsonl') else ''}.jsonl"  # `>` would empty `path`
-    command = f"jq -c '.[]' {shlex.quote(path)} > {shlex.quote(other)}"
-    return f"write one object a line, not an array of them: {command}"
+    unpacked = Path(path.removesuffix(".gz"))
+    # Not the file itself, which `>` would empty.
+    other = f"{unpacked.stem}{'.lines' if unpacked.suffix == '.jsonl' else ''}.jsonl"
+    command = f"jq -c '.[]' {shlex.quote(path)}"
+    if path.endswith(".gz"):
+        command = f"gzip -dc {shlex.quote(path)} | jq -c '.[]'"
+    return f"write one object a line, not an array of them: {command} > {shlex.quote(other)}"
 
 
 def _fix(key: str, record: dict[str, Any], needed: tuple[str, ...]) -> str:

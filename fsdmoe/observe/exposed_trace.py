@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,9 @@ def read_trace(path: str | Path) -> Timeline:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             content = json.load(file)
         events = content["traceEvents"] if isinstance(content, dict) else content
-    except (ValueError, KeyError, EOFError, gzip.BadGzipFile) as error:
+        if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+            raise ValueError("no list of events")
+    except (ValueError, KeyError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ConfigError(
             f"{path}: expected a whole Chrome trace, found another file or a part of one "
             f"({type(error).__name__}: {error}); name one of a run's profile/ folder"

@@ -41,9 +41,13 @@ def test_help_finds_keys_by_section_and_by_word(word: str, key: str) -> None:
     assert key in help_text(word)
 
 
-def test_the_help_of_the_check_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("others", [["--check-only"], ["--config", "a.toml"]])
+def test_flags_after_help_are_no_words_to_look_for(
+    others: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`fsdmoe check -h` comes to the first."""
     with pytest.raises(SystemExit) as end:
-        load_config(["-h", "--check-only"])  # what `fsdmoe check -h` comes to
+        load_config(["-h", *others])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("usage: ")
 

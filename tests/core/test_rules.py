@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from fsdmoe.core.rules import (
     at_least,
     counted,
@@ -11,6 +13,7 @@ from fsdmoe.core.rules import (
     nearest_divisors,
     one_of,
     size_text,
+    unreachable,
 )
 
 
@@ -39,6 +42,15 @@ def test_a_file_that_is_not_there_is_told_one_that_is(tmp_path: Path) -> None:
     assert near_file(f"{tmp_path}/corpsu.txt") == f"did you mean {tmp_path}/corpus.txt?"
     assert near_file(f"{tmp_path}/other/corpus") is None, "runs is not like it"
     assert near_file(f"{tmp_path}/no/corpus.txt") is None
+
+
+def test_a_path_that_nobody_wrote_is_no_key_s() -> None:
+    error = PermissionError(13, "Permission denied", "runs/a")
+    assert unreachable(error, {"--dry-run": "", "train": {"output_dir": "runs"}}).startswith(
+        "train.output_dir: "
+    )
+    with pytest.raises(PermissionError):
+        unreachable(error, {"--dry-run": "", "train": {"output_dir": "elsewhere"}})
 
 
 def test_sizes_are_in_a_unit_in_which_a_difference_shows() -> None:

@@ -221,6 +221,11 @@ BAD_FILES = {
         {"a.jsonl": '[{"text": "a"}]'},
         r"data\.path: .*a\.jsonl:1: expected a JSON object, got list; write one .*a\.jsonl > a\.lines\.jsonl",
     ),
+    "an array in a packed file": (
+        {"kind": "jsonl", "path": "a.jsonl.gz"},
+        {"a.jsonl.gz": gzip.compress(b'[{"text": "a"}]')},
+        r"gzip -dc .*a\.jsonl\.gz \| jq -c '\.\[\]' > a\.lines\.jsonl",
+    ),
     "an array among objects": (
         {"kind": "jsonl", "path": "a.jsonl"},
         {"a.jsonl": '{"text": "a"}\n["b"]'},

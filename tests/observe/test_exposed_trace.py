@@ -66,7 +66,14 @@ def test_a_trace_that_is_not_there_or_not_whole_is_named(tmp_path, capsys):
     assert main(["exposed", f"mine={tmp_path}/nowhere.json"]) == 2
     assert "nowhere.json: expected a trace" in capsys.readouterr().err
     whole = gzip.compress(json.dumps({"traceEvents": [{"name": str(n)} for n in range(100)]}).encode())
-    files = {"cut.json.gz": whole[:-20], "text.json.gz": b"text", "rows.jsonl": b"{}\n{}\n", "a.json": b"{}"}
+    files = {
+        "cut.json.gz": whole[:-20],
+        "damaged.json.gz": whole[:20] + bytes([255] * 40) + whole[60:],
+        "text.json.gz": b"text",
+        "rows.jsonl": b"{}\n{}\n",
+        "a.json": b"{}",
+        "numbers.json": b"[1, 2]",
+    }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         assert main(["exposed", str(tmp_path / name)]) == 2
