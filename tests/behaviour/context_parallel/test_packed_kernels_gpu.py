@@ -16,8 +16,11 @@ from fsdmoe.models.attention import attend
 from fsdmoe.testing import requires_gpu
 
 pytestmark = requires_gpu
-needs_flash4 = pytest.mark.skipif(not has_flash4(), reason="needs flash-attn-4, the extra fa4")
-needs_frontend = pytest.mark.skipif(not has_frontend(), reason="needs nvidia-cudnn-frontend, the extra cudnn")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+needs_flash4 = pytest.mark.skipif(not (IS_HOPPER and has_flash4()), reason="needs Hopper and the extra fa4")
+needs_frontend = pytest.mark.skipif(
+    not (IS_HOPPER and has_frontend()), reason="needs Hopper and the extra cudnn"
+)
 
 
 @pytest.fixture(
