@@ -239,8 +239,8 @@ def _way_out(problems: list[str]) -> str:
     if all(problem.startswith((f"optimizer{SEPARATOR}", f"ema{SEPARATOR}")) for problem in problems):
         return (
             "\n  the weights fit: only what the optimizer keeps is another (optim.name, formats of moments, "
-            "frozen in optim.groups); set it back, or leave it out by load_only_model = true in [checkpoint]: "
-            "the run then begins at step 0"
+            "frozen in optim.groups); set it back, or leave it out by load_only_model = true in "
+            "[checkpoint]: the run then begins at step 0"
         )
     if all("e_score_correction_bias: " in problem for problem in problems):
         return "\n  experts.balance.bias_rate above 0 gives a model these biases; set it as it was there"
