@@ -137,7 +137,7 @@ def attend(
 ) -> torch.Tensor:
     """Scaled dot-product attention ``[B, S, H, D]``, grouped heads included, on the fastest backend that
     takes it."""
-    if mask_B1SS is None and flash4.takes_rows(query_BSHD, value_BSHD):
+    if query_BSHD.is_cuda and mask_B1SS is None and flash4.takes_rows(query_BSHD, value_BSHD):
         return flash4.flash4_rows(query_BSHD, key_BSHD, value_BSHD, scale)
     q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSHD, value_BSHD))
     grouped = q.shape[1] != k.shape[1]
