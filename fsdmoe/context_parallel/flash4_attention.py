@@ -37,7 +37,7 @@ def has_flash4() -> bool:
 
 
 def takes(q: Tensor, v: Tensor) -> bool:
-    """Whether heads ``[..., D]`` and ``[..., E]`` on a GPU go through it: on Hopper, where it was measured."""
+    """Whether heads ``[..., D]`` and ``[..., E]`` on a GPU go through it: on Hopper, where it was tried."""
     return (
         q.dtype in (torch.bfloat16, torch.float16)
         and (q.shape[-1], v.shape[-1]) in _WIDTHS
