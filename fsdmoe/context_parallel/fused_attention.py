@@ -1,4 +1,4 @@
-"""Attention of a block through torch's fused GPU kernels that hand out their log-sum-exps.
+"""Attention of a block through fused GPU kernels that hand out their log-sum-exps.
 
 Four of them, none of which spends work across documents:
 

@@ -62,9 +62,9 @@ def use_fixed_order() -> None:
     """From now on, and for this whole process, sums are added up in a fixed order wherever there is a choice:
     ``train.deterministic``. Before the first product on a GPU.
 
-    fsdmoe's own kernels have no other order: none adds with atomics. torch's flash attention, its
-    ``index_add`` and its ``scatter_add`` follow torch's switch, as does the choice between cuDNN's attention,
-    whose backward has no fixed order, and flash (:mod:`fsdmoe.context_parallel.fused_attention`,
+    fsdmoe's own kernels have no other order: none adds with atomics. FlashAttention-4, torch's flash
+    attention, its ``index_add`` and its ``scatter_add`` follow torch's switch. So does the choice of cuDNN's
+    attention, whose backward has no fixed order (:mod:`fsdmoe.context_parallel.fused_attention`,
     :mod:`fsdmoe.models.attention`). An operation that has no fixed order raises, and says which.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else concurrent products share a workspace
